@@ -1,0 +1,85 @@
+# Each target sets up .venv by itself from the lock files. Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
+SPARROW := $(BIN)/sparrow
+DEMO := runs/demo
+STUDY := runs/study
+CONFIG := configs/demo.py
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help demo test study bench lint lock clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+# --- set-up ---------------------------------------------------------------------------------------
+
+$(VENV)/.base: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "sparrow needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@echo "setting up $(VENV) (about a minute the first time)"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	    $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# pycosat is built from source. Without a C compiler the tests of reasoning-gym's tasks are skipped.
+$(VENV)/.test: $(VENV)/.base requirements-test.lock
+	@$(PIP) --no-deps -r requirements-test.lock
+	@$(PIP) pycosat==0.6.6 >$(VENV)/pycosat.log 2>&1 || echo "no C compiler: tests of reasoning-gym tasks will be skipped (see $(VENV)/pycosat.log)"
+	@touch $@
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+# Every line goes on where it was stopped. The two runs share the machine, one core each.
+demo: $(VENV)/.base ## the whole method on this machine, about 10 minutes on 2 cores
+	$(SPARROW) warmup --config=$(CONFIG) --run=$(DEMO)/warmup
+	test -s $(DEMO)/profile.json || $(SPARROW) profile --config=$(CONFIG) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
+	$(SPARROW) schedule --config=$(CONFIG) --profile=$(DEMO)/profile.json --out=$(DEMO)/schedule.json
+	@trap 'kill -TERM $$dense $$sparse 2>/dev/null; wait; exit 130' INT TERM; \
+	echo "training dense and scheduled side by side"; \
+	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/dense --core=0 & dense=$$!; \
+	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/scheduled --core=1 \
+	    --config.rollout.schedule=$(DEMO)/schedule.json & sparse=$$!; \
+	wait $$dense; a=$$?; wait $$sparse; b=$$?; test $$a = 0 && test $$b = 0
+	$(SPARROW) report $(DEMO)/dense $(DEMO)/scheduled --out=$(DEMO)/report.html
+
+test: $(VENV)/.test ## everything that needs no accelerator
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m pytest -q -n 2 tests
+
+study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds: hours, resumable
+	$(SPARROW) warmup --config=$(CONFIG) --run=$(STUDY)/warmup
+	test -s $(STUDY)/profile.json || $(SPARROW) profile --config=$(CONFIG) --model=$(STUDY)/warmup/model --out=$(STUDY)/profile.json
+	$(SPARROW) schedule --config=$(CONFIG) --profile=$(STUDY)/profile.json --out=$(STUDY)/schedule.json
+	@set -e; for seed in 0 1 2; do for arm in dense k=4 $(STUDY)/schedule.json; do \
+	    $(SPARROW) train --config=$(CONFIG) --model=$(STUDY)/warmup/model \
+	        --run=$(STUDY)/$$(basename $$arm .json)-$$seed --config.rollout.schedule=$$arm \
+	        --config.task.seed=$$seed --config.rollout.seed=$$seed; \
+	done; done
+	$(SPARROW) report $(STUDY)/*-[0-9] --out=$(STUDY)/report.html
+
+bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
+	$(SPARROW) bench decode
+
+lint: $(VENV)/.test ## format, sort and check the code; check who imports whom
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pyrefly check
+
+# Versions that were tried together: shared by both files through -c. Needs uv; pycosat: see .test.
+LOCK := uv pip compile -q --universal --python-version 3.11 --no-header --no-emit-package pycosat pyproject.toml -
+lock: ## pin the dependencies anew
+	echo 'setuptools>=77' | $(LOCK) --extra jax -o requirements.lock
+	echo 'setuptools>=77' | $(LOCK) --extra jax --extra data --extra test -c requirements.lock -o requirements-test.lock
+
+clean: ## remove .venv and caches; runs stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Backend-free core: loop, schedule, mismatch statistics, GRPO, tasks, records. No jax or torch."""

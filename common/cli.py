@@ -1,0 +1,156 @@
+"""The command `sparrow`: reads the arguments, runs one command, turns mistakes into one line.
+
+    sparrow COMMAND --config=configs/x.py --config.a.b=VALUE --flag=VALUE
+
+Exit status: 0 done, 2 the user's mistake (one line `sparrow: ...` on stderr), 130 stopped by
+Ctrl-C or SIGTERM (the same command resumes), 1 a bug (traceback). --debug shows every traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from absl import flags
+
+from common import overrides
+from common.commands import COMMANDS, Arguments, Command
+from common.errors import UserError, is_user_error, one_line
+
+INTRODUCTION = """\
+sparrow: GRPO whose samples are drawn with scheduled block-sparse attention and whose policy is
+trained with dense attention (arXiv 2606.08446).
+
+usage: sparrow COMMAND --config=RECIPE.py [--config.group.setting=VALUE ...] [--flag=VALUE ...]
+"""
+
+FIRST_STEPS = """\
+first steps:
+  sparrow doctor                                              what can this machine run?
+  sparrow warmup --config=configs/demo.py --run=runs/a        a small policy from scratch
+  sparrow train --config=configs/demo.py --model=runs/a/model --run=runs/b
+  sparrow report runs/b                                       writes runs/b/report.html
+
+`sparrow help COMMAND` explains a command, `sparrow help config` lists every setting.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (console script `sparrow`)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    argv = [a for a in argv if a != "--debug"]
+    # A shell starts background jobs with SIGINT ignored, hence both are set here.
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        _dispatch(argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("sparrow: stopped; the same command resumes", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `sparrow help config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ValueError as error:
+        if debug or not is_user_error(error):
+            raise
+        print(f"sparrow: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _stop(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _dispatch(argv: list[str]) -> None:
+    if not argv or argv[0] in ("help", "-h", "--help", "-help"):
+        return _help(argv[1:])
+    command = _find(argv[0])
+    if {"--help", "-h", "-help"} & set(argv[1:]):
+        return print(help_text(command))
+    command.run(parse_arguments(command, argv[1:]))
+
+
+def _find(name: str) -> Command:
+    if name in COMMANDS:
+        return COMMANDS[name]
+    if name.startswith("-"):
+        raise UserError(f"{name}: name the command first, e.g. sparrow train {name}")
+    guess = overrides.nearest(name, list(COMMANDS))
+    did = f"did you mean `sparrow {guess}`?" if guess else f"expected one of {', '.join(COMMANDS)}"
+    raise UserError(f"{name}: no such command; {did}")
+
+
+def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
+    """The flags, recipe, overrides and names of one command line; UserError if they do not fit."""
+    if command.takes_config:
+        config_file, changes, argv = overrides.parse(argv)
+    else:
+        config_file, changes = None, {}
+    values = _flag_values(command)
+    try:
+        names = values(["sparrow", *argv])[1:]
+    except flags.Error as error:
+        hint = f"; `sparrow help {command.name}` lists the flags"
+        raise UserError(
+            one_line(error).replace("FATAL Flags parsing error: ", "") + hint
+        ) from error
+    if len(names) < command.min_names:
+        raise UserError(f"sparrow {command.name}: expected {command.names}; e.g. {command.example}")
+    if names and not command.names:
+        raise UserError(f"{names[0]}: not a flag; sparrow {command.name} takes --name=VALUE only")
+    given = {name: values[name].value for name in values}
+    for flag in command.flags:
+        if flag.required and not given[flag.name]:
+            raise UserError(
+                f"sparrow {command.name}: --{flag.name} is missing ({flag.help}); e.g. "
+                f"{command.example}"
+            )
+    return Arguments(names=names, config_file=config_file, overrides=changes, flags=given)
+
+
+def _flag_values(command: Command) -> flags.FlagValues:
+    define = {str: flags.DEFINE_string, bool: flags.DEFINE_bool}
+    define |= {int: flags.DEFINE_integer, float: flags.DEFINE_float}
+    values = flags.FlagValues()
+    for flag in command.flags:
+        define[flag.kind](flag.name, flag.default, flag.help, flag_values=values)
+    return values
+
+
+def help_text(command: Command) -> str:
+    """What `sparrow help COMMAND` prints."""
+    usage = f"usage: sparrow {command.name}" + (f" {command.names}" if command.names else "")
+    text = textwrap.fill(command.text, 96)
+    lines = [command.summary, "", text, "", "example:", f"  {command.example}", "", usage]
+    flags_of = [
+        (f"--{f.name}", f"{f.help}{' (required)' if f.required else ''}") for f in command.flags
+    ]
+    if command.takes_config:
+        flags_of += [
+            ("--config", "recipe file, e.g. configs/demo.py"),
+            ("--config.a.b", "one setting of it, e.g. --config.rollout.temperature=0.8"),
+        ]
+    flags_of.append(("--debug", "show the traceback of every error"))
+    return "\n".join(lines + [f"  {name:<14} {text}" for name, text in flags_of])
+
+
+def _help(names: list[str]) -> None:
+    if not names:
+        table = "\n".join(f"  {c.name:<10} {c.summary}" for c in COMMANDS.values())
+        print(f"{INTRODUCTION}\ncommands:\n{table}\n\n{FIRST_STEPS}", end="")
+    elif names[0] == "config":
+        print(overrides.describe(), end="")
+    else:
+        print(help_text(_find(names[0])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

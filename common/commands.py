@@ -1,0 +1,359 @@
+"""The commands of `sparrow`: a table of names, help, flags and functions.
+
+A command imports what it needs when it runs: `sparrow help` loads neither jax nor matplotlib.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import overrides
+from common.config import Config
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from common.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag of a command; an empty default counts as not given."""
+
+    name: str
+    help: str
+    kind: Callable[[str], Any] = str
+    default: Any = None
+    required: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """A parsed command line. names: what is no flag; flags: value (or default) of every flag."""
+
+    names: Sequence[str]
+    config_file: str | None
+    overrides: Mapping[str, str]
+    flags: Mapping[str, Any]
+
+    def config(self, extra: Mapping[str, str] | None = None) -> Config:
+        """Recipe, then overrides, then `extra`, validated."""
+        if self.config_file is None:
+            raise UserError("--config is missing; name a recipe, e.g. --config=configs/demo.py")
+        return overrides.apply(
+            overrides.load(self.config_file), {**self.overrides, **(extra or {})}
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A row of the table. names: how the help shows positional arguments, "" if there are none."""
+
+    name: str
+    summary: str
+    text: str
+    example: str
+    run: Callable[[Arguments], None]
+    flags: tuple[Flag, ...] = ()
+    takes_config: bool = True
+    names: str = ""
+    min_names: int = 0
+
+
+def _model_override(arguments: Arguments) -> dict[str, str]:
+    """--model=DIR is short for --config.model.path=DIR."""
+    model = arguments.flags["model"]
+    if not model:
+        return {}
+    if not os.path.isfile(Path(model) / "config.json"):
+        raise UserError(
+            f"--model={model}: no config.json there; name a Hugging Face model directory"
+        )
+    return {"model.path": model}
+
+
+def _input_file(flag: str, path: str) -> Path:
+    if not os.path.isfile(path):
+        raise UserError(f"--{flag}={path}: no such file")
+    return Path(path)
+
+
+def _output_file(flag: str, path: str) -> Path:
+    """Refuse an --out that could not be written, before the work and not after it."""
+    out = Path(path)
+    if out.is_dir():
+        raise UserError(f"--{flag}={path}: is a directory; name a file in it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--{flag}={path}: cannot be written ({error.strerror})") from error
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"--{flag}={path}: cannot be written (no permission); name another place")
+    return out
+
+
+def _backend(config: Config) -> str:
+    return importlib.import_module("common.setup").backend_package(config)
+
+
+def _use_core(number: int | None) -> None:
+    """Keep this process and its children to one of the cores it may use (Linux)."""
+    if number is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        print("--core has no effect on this system: it cannot bind a process to a core")
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+def _warmup(arguments: Arguments) -> None:
+    from common import run_dir
+
+    config = arguments.config()
+    package = _backend(config)
+    with run_dir.open_run(arguments.flags["run"], config, "warmup") as run:
+        importlib.import_module(f"{package}.warmup").warmup(config, run)
+
+
+def _train(arguments: Arguments) -> None:
+    from common import run_dir
+
+    config = arguments.config(_model_override(arguments))
+    _backend(config)
+    _use_core(arguments.flags["core"])
+    with run_dir.open_run(arguments.flags["run"], config, "train") as run:
+        importlib.import_module("common.loop").train(config, run)
+
+
+def _profile(arguments: Arguments) -> None:
+    config = arguments.config(_model_override(arguments))
+    _backend(config)
+    out = _output_file("out", arguments.flags["out"])
+    importlib.import_module("common.profiling").profile(config, out)
+
+
+def _schedule(arguments: Arguments) -> None:
+    from common import schedule
+
+    flags = arguments.flags
+    if bool(flags["profile"]) == bool(flags["preset"]):
+        raise UserError("sparrow schedule: give either --profile=FILE or --preset=NAME")
+    if flags["preset"] and (flags["tau"] is not None or flags["quantile"] is not None):
+        raise UserError("--tau and --quantile have no effect with --preset; leave them out")
+    out = _output_file("out", flags["out"]) if flags["out"] else None
+    if flags["preset"]:
+        found, plot = _preset(flags["preset"]), None
+    else:
+        profile = schedule.load_profile(_input_file("profile", flags["profile"]))
+        tau, quantile = _threshold(arguments)
+        found = schedule.search(profile, tau=tau, quantile=quantile)
+        plot = {"profile": profile, "tau": tau, "statistic": schedule.quantile_name(quantile)}
+    print(found.describe())
+    if out is not None:
+        found.save(out)
+        print(f"wrote {out} and {_draw_schedule(found, plot, out.with_suffix('.svg'))}")
+
+
+def _preset(name: str) -> Schedule:
+    from common import presets, schedule
+
+    if name not in presets.PUBLISHED:
+        guess = overrides.nearest(name, list(presets.PUBLISHED))
+        did = (
+            f"did you mean {guess}?" if guess else f"expected one of {', '.join(presets.PUBLISHED)}"
+        )
+        raise UserError(f"--preset={name}: no published schedule of that name; {did}")
+    found = schedule.resolve(name, page_size=presets.PAGE_SIZE, bin_tokens=presets.BIN_TOKENS)
+    assert found is not None
+    return found
+
+
+def _draw_schedule(found: Schedule, plot: Mapping[str, Any] | None, path: Path) -> Path:
+    """The profile that the schedule was found in, with tau; the pages alone for a preset."""
+    from common import plots, plots_overview
+
+    if plot:
+        svg = plots_overview.profile_plot(schedule=found.to_json(), **plot)
+    else:
+        run = plots.Run(name=found.name, records=[], schedule=found.to_json())
+        svg = plots.schedule_steps([run])
+    assert svg is not None
+    plots.save(svg, path)
+    return path
+
+
+def _threshold(arguments: Arguments) -> tuple[float, float]:
+    """(tau, quantile): the flags, else the recipe's, else the defaults of MismatchConfig."""
+    settings = (arguments.config() if arguments.config_file else Config()).mismatch
+    tau, quantile = arguments.flags["tau"], arguments.flags["quantile"]
+    return (
+        settings.tau if tau is None else tau,
+        settings.quantile if quantile is None else quantile,
+    )
+
+
+def _eval(arguments: Arguments) -> None:
+    from common import run_dir
+
+    flags = arguments.flags
+    if bool(flags["run"]) == bool(flags["model"]):
+        raise UserError("sparrow eval: give either --run=RUN or --config=RECIPE with --model=DIR")
+    if flags["run"]:
+        config = run_dir.read_config(flags["run"])
+        model = Path(flags["run"]) / "model"
+        if not os.path.isfile(model / "config.json"):
+            raise UserError(f"--run={flags['run']}: has no finished model yet; train it to the end")
+        changes = {**arguments.overrides, "model.path": str(model)}
+        config = overrides.apply(config, changes)
+    else:
+        config = arguments.config(_model_override(arguments))
+    _backend(config)
+    evaluation = importlib.import_module("common.evaluation")
+    evaluation.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
+
+
+def _report(arguments: Arguments) -> None:
+    for name in arguments.names:
+        if not os.path.isfile(Path(name) / "run.json"):
+            raise UserError(f"{name}: no run of sparrow; expected a directory that --run=... made")
+    runs = [Path(name) for name in arguments.names]
+    out = _output_file("out", arguments.flags["out"] or str(runs[0] / "report.html"))
+    importlib.import_module("common.report").write_report(runs, out)
+    print(f"wrote {out}")
+
+
+def _doctor(arguments: Arguments) -> None:
+    from common import doctor
+
+    doctor.print_checks(doctor.diagnose())
+
+
+def _bench(arguments: Arguments) -> None:
+    if list(arguments.names) != ["decode"]:
+        raise UserError(
+            f"sparrow bench {' '.join(arguments.names)}: expected `sparrow bench decode`"
+        )
+    package = _backend(Config())
+    if arguments.flags["out"]:
+        _output_file("out", arguments.flags["out"])
+    importlib.import_module(f"{package}.bench").main(arguments.flags)
+
+
+_RUN = Flag(
+    name="run", help="directory of the run; an interrupted run goes on there", required=True
+)
+_MODEL = Flag(name="model", help="model directory to start from; default: the recipe's model")
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command(
+            name="warmup",
+            summary="supervised start of a small policy from scratch",
+            text="Trains the recipe's model on the task's own demonstrations until RL can improve "
+            "it, and writes it to RUN/model.",
+            example="sparrow warmup --config=configs/demo.py --run=runs/warmup",
+            run=_warmup,
+            flags=(_RUN,),
+        ),
+        Command(
+            name="train",
+            summary="GRPO with dense or scheduled sparse rollouts",
+            text="Samples with the schedule that the recipe names, scores with dense attention, "
+            "updates the dense policy. Ctrl-C is safe: the same command goes on from the "
+            "last checkpoint.",
+            example="sparrow train --config=configs/demo.py --model=runs/warmup/model --run=runs/a",
+            run=_train,
+            flags=(
+                _RUN,
+                _MODEL,
+                Flag(name="core", help="run on the n-th core only, for two runs at once", kind=int),
+            ),
+        ),
+        Command(
+            name="profile",
+            summary="measure the acceptance rate by budget and length",
+            text="Samples with each budget in mismatch.budgets, replays the same tokens "
+            "densely, and writes statistics of alpha = sum_v min(p_dense, p_sparse) "
+            "per length bin as JSON.",
+            example="sparrow profile --config=configs/demo.py --model=runs/warmup/model "
+            "--out=runs/profile.json",
+            run=_profile,
+            flags=(
+                _MODEL,
+                Flag(name="out", help="profile to write, JSON", required=True),
+            ),
+        ),
+        Command(
+            name="schedule",
+            summary="find the smallest budgets that meet tau, or show a published schedule",
+            text="Per length bin the smallest profiled budget whose quantile of alpha is at least "
+            "tau. tau and quantile come from the flags, else from the recipe given by --config.",
+            example="sparrow schedule --profile=runs/profile.json --out=runs/schedule.json",
+            run=_schedule,
+            flags=(
+                Flag(name="profile", help="what `sparrow profile` wrote"),
+                Flag(name="preset", help="a published schedule instead, e.g. qwen3-1.7b-0.86"),
+                Flag(name="tau", help="threshold, 0 to 1", kind=float),
+                Flag(name="quantile", help="tail that must meet it; 0.05 = p5", kind=float),
+                Flag(name="out", help="schedule to write, JSON; a plot .svg goes beside it"),
+            ),
+        ),
+        Command(
+            name="eval",
+            summary="held-out reward of a model, dense decoding",
+            text="Scores held-out prompts, either with a finished run's model and config (--run), "
+            "or with a recipe and a model directory (--config, --model).",
+            example="sparrow eval --run=runs/a --samples=4",
+            run=_eval,
+            flags=(
+                Flag(name="run", help="a finished run"),
+                _MODEL,
+                Flag(name="samples", help="samples per prompt", kind=int, default=1),
+                Flag(
+                    name="greedy",
+                    help="the most probable token instead of a sample",
+                    kind=bool,
+                    default=False,
+                ),
+            ),
+        ),
+        Command(
+            name="report",
+            summary="one self-contained HTML page on one or more runs",
+            text="Reward, response length, mismatch per length bin against tau, schedule, "
+            "throughput and stage times; several runs share the axes.",
+            example="sparrow report runs/dense runs/scheduled --out=runs/report.html",
+            run=_report,
+            flags=(Flag(name="out", help="page to write; default: report.html in the first run"),),
+            takes_config=False,
+            names="RUN...",
+            min_names=1,
+        ),
+        Command(
+            name="doctor",
+            summary="what this machine can run, and why not the rest",
+            text="Looks at Python, packages, devices and tools; changes nothing.",
+            example="sparrow doctor",
+            run=_doctor,
+            takes_config=False,
+        ),
+        Command(
+            name="bench",
+            summary="decode attention, dense against sparse",
+            text="Same weights, 8 sequences, 32K context, 256 pages of 16; prints times, GB/s, "
+            "memory and the number of compilations.",
+            example="sparrow bench decode",
+            run=_bench,
+            flags=(Flag(name="out", help="also write the numbers there, JSON"),),
+            takes_config=False,
+            names="decode",
+            min_names=1,
+        ),
+    )
+}

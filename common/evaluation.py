@@ -1,0 +1,72 @@
+"""Held-out reward of the dense policy, with an interval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from common import tasks
+from common.config import Config
+from common.progress import Progress
+from common.setup import Parts, open_parts
+
+EVAL_NOISE_SEED = 20_260_608
+"""Every evaluation draws with the same noise, so that differences are differences of policies."""
+
+
+def evaluate(
+    parts: Parts, *, num_samples: int = 1, greedy: bool = False, sparse: bool = False
+) -> dict[str, Any]:
+    """Mean reward on the held-out prompts, decoded densely (`sparse`: with the run's schedule).
+
+    Keys: reward (avg@k: mean over prompts of the mean over k samples), reward_low, reward_high
+    (95 % bootstrap over prompts), pass_at_k (share of prompts with a sample of reward 1),
+    num_prompts, num_samples, len_mean, finished.
+    """
+    prompts = parts.prompts.eval_batch(parts.config.task.num_eval_prompts)
+    with Progress("evaluation") as progress:
+        rollout = parts.backend.engine.generate(
+            prompts,
+            num_samples=num_samples,
+            schedule=parts.schedule if sparse else None,
+            seed=EVAL_NOISE_SEED,
+            temperature=0.0 if greedy else None,
+            progress=progress,
+        )
+    rewards = tasks.score(parts.task, rollout, parts.pool).reshape(len(prompts), num_samples)
+    low, high = bootstrap_interval(rewards.mean(1))
+    return {
+        "reward": float(rewards.mean()),
+        "reward_low": low,
+        "reward_high": high,
+        "pass_at_k": float((rewards >= 1).any(1).mean()),
+        "num_prompts": len(prompts),
+        "num_samples": num_samples,
+        "len_mean": float((rollout.total_len_B - rollout.prompt_len_B).mean()),
+        "finished": float(rollout.finished_B.mean()),
+    }
+
+
+def bootstrap_interval(
+    values: np.ndarray, *, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean of independent values."""
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(values), (draws, len(values)))
+    low, high = np.percentile(np.asarray(values, np.float64)[picks].mean(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def evaluate_run(config: Config, *, num_samples: int, greedy: bool) -> None:
+    """`sparrow eval`: print the held-out reward, dense, and under the schedule if there is one."""
+    with open_parts(config) as parts:
+        for sparse in (False, True) if parts.schedule is not None else (False,):
+            r = evaluate(parts, num_samples=num_samples, greedy=greedy, sparse=sparse)
+            how = "greedy" if greedy else f"T = {config.rollout.temperature:g}"
+            print(
+                f"{'scheduled' if sparse else 'dense':9} {how}: avg@{num_samples} "
+                f"{r['reward']:.3f} (95 % {r['reward_low']:.3f} to {r['reward_high']:.3f}), "
+                f"pass@{num_samples} {r['pass_at_k']:.3f}, {r['num_prompts']} prompts, "
+                f"length {r['len_mean']:.0f}, finished {r['finished']:.2f}"
+            )

@@ -1,0 +1,230 @@
+"""GRPO: advantages of a group, and the policy loss with its gradient as a float64 oracle.
+
+arXiv 2606.08446, section on the RL recipe (GRPO, clip-higher, token-level TIS); baselines: GRPO
+(arXiv 2402.03300), Dr. GRPO (2503.20783), RLOO (2402.14740), ReMax (2310.10505).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from common.config import GrpoConfig
+
+STD_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """advantage_B: float32 [B], never NaN. use_B: bool [B], False = not in loss or denominator.
+
+    A row of a group without signal has advantage 0 and use_B True: its tokens count in the
+    token-mean, as in the paper's loss. stats: scalars worth logging.
+    """
+
+    advantage_B: np.ndarray
+    use_B: np.ndarray
+    stats: Mapping[str, float]
+
+
+def advantages(
+    rewards_B: np.ndarray,
+    group_B: np.ndarray,
+    *,
+    config: GrpoConfig,
+    greedy_reward_B: np.ndarray | None = None,
+    finished_B: np.ndarray | None = None,
+) -> Advantages:
+    """Advantage of each row from the rewards of its group.
+
+        group_mean      A_i = r_i - mean(r)              mean over the valid rows of the group
+        leave_one_out   A_i = r_i - mean(r without r_i)  = (r_i - mean(r)) n / (n - 1)
+        greedy          A_i = r_i - greedy_reward_i      (ReMax; no group is needed)
+        normalize_std   A_i / (std(r) + 1e-6)            std with n - 1; off = Dr. GRPO
+
+    A NaN reward is missing: the row is not used and is left out of mean and std. Groups with no or
+    one valid reward, or with all rewards equal, get exactly 0 (for `greedy` only if normalize_std,
+    which needs a spread). overlong, for rows with finished_B False: `keep` their reward, `mask` (as
+    if the reward were missing), `zero` (reward 0 instead).
+    Raises ValueError for unequal lengths, infinite rewards, an absent greedy_reward_B / finished_B.
+    """
+    rewards_B = np.array(rewards_B, np.float64)
+    num_rows = len(rewards_B)
+    finished_B, greedy_B = _check_rows(rewards_B, group_B, config, greedy_reward_B, finished_B)
+    num_missing = int(np.isnan(rewards_B).sum())
+    if config.overlong == "mask":
+        rewards_B[~finished_B] = np.nan
+    elif config.overlong == "zero":
+        rewards_B[~finished_B & ~np.isnan(rewards_B)] = 0.0
+    if config.baseline == "greedy":
+        rewards_B[np.isnan(greedy_B)] = np.nan
+    use_B = ~np.isnan(rewards_B)
+    advantage_B = np.zeros(num_rows)
+    group_ids, index_B = np.unique(np.asarray(group_B), return_inverse=True)
+    for g in range(len(group_ids)):
+        rows = np.flatnonzero((index_B == g) & use_B)
+        advantage_B[rows] = _group_advantage(rewards_B[rows], greedy_B[rows], config)
+    signal = {int(g) for g in index_B[advantage_B != 0]}
+    valid = rewards_B[use_B]
+    stats = {
+        "grpo/reward_mean": float(valid.mean()) if len(valid) else 0.0,
+        "grpo/reward_std": float(valid.std()) if len(valid) else 0.0,
+        "grpo/signal_fraction": len(signal) / max(len(group_ids), 1),
+        "grpo/missing_fraction": num_missing / max(num_rows, 1),
+        "grpo/unfinished_fraction": float(np.mean(~finished_B)) if num_rows else 0.0,
+        "grpo/used_fraction": float(np.mean(use_B)) if num_rows else 0.0,
+        "grpo/advantage_abs_mean": float(np.abs(advantage_B[use_B]).mean()) if len(valid) else 0.0,
+    }
+    return Advantages(advantage_B=advantage_B.astype(np.float32), use_B=use_B, stats=stats)
+
+
+def _check_rows(rewards_B, group_B, config, greedy_reward_B, finished_B):
+    """finished_B and greedy_B as full arrays; ValueError if one that is needed is absent."""
+    num_rows = len(rewards_B)
+    if np.isinf(rewards_B).any():
+        raise ValueError(
+            f"rewards_B has {np.isinf(rewards_B).sum()} infinite values: expected finite or NaN"
+        )
+    if config.baseline == "greedy" and greedy_reward_B is None:
+        raise ValueError(
+            "greedy_reward_B=None: baseline 'greedy' needs the reward of a greedy response per row"
+        )
+    if config.overlong != "keep" and finished_B is None:
+        raise ValueError(
+            f"finished_B=None: overlong={config.overlong!r} needs to know which rows were cut"
+        )
+    finished_B = np.ones(num_rows, bool) if finished_B is None else np.asarray(finished_B, bool)
+    greedy_B = (
+        np.zeros(num_rows) if greedy_reward_B is None else np.asarray(greedy_reward_B, np.float64)
+    )
+    for name, value in (
+        ("group_B", group_B),
+        ("finished_B", finished_B),
+        ("greedy_reward_B", greedy_B),
+    ):
+        if len(value) != num_rows:
+            raise ValueError(f"len({name})={len(value)}: expected {num_rows}, one per reward")
+    return finished_B, greedy_B
+
+
+def _group_advantage(rewards: np.ndarray, greedy: np.ndarray, config: GrpoConfig) -> np.ndarray:
+    """Advantages of the valid rows of one group."""
+    n = len(rewards)
+    spread = n >= 2 and rewards.max() > rewards.min()
+    if config.baseline == "greedy" and not config.normalize_std:
+        return rewards - greedy
+    if not spread:
+        return np.zeros(n)
+    if config.baseline == "greedy":
+        advantage = rewards - greedy
+    else:
+        advantage = rewards - rewards.mean()
+        if config.baseline == "leave_one_out":
+            advantage = advantage * n / (n - 1)
+    return advantage / (rewards.std(ddof=1) + STD_EPS) if config.normalize_std else advantage
+
+
+class PolicyLoss(NamedTuple):
+    """Sums over the unmasked tokens; the loss of a minibatch is sum(loss_sum) / denominator."""
+
+    loss_sum: float
+    denominator: float
+    num_clipped_low: int
+    num_clipped_high: int
+    kl_sum: float
+
+    @property
+    def clip_fraction(self) -> float:
+        return (self.num_clipped_low + self.num_clipped_high) / max(self.denominator, 1.0)
+
+
+def policy_loss(
+    logp_BT: np.ndarray,
+    logp_old_BT: np.ndarray,
+    advantage_BT: np.ndarray,
+    weight_BT: np.ndarray,
+    mask_BT: np.ndarray,
+    *,
+    clip_low: float,
+    clip_high: float,
+    kl_coef: float = 0.0,
+    logp_ref_BT: np.ndarray | None = None,
+) -> PolicyLoss:
+    """Float64 oracle of the objective (arXiv 2606.08446, RL recipe), as a loss to minimise.
+
+        rho      = exp(logp - logp_old)
+        loss_sum = - sum_t w_t min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+                   + kl_coef sum_t k3_t
+        k3       = exp(logp_ref - logp) - (logp_ref - logp) - 1         (estimates KL(theta || ref))
+
+    The importance weight w (sparse to dense, a constant) belongs to the policy term alone: a token
+    that a correction drops still feels the KL term. denominator counts every unmasked token,
+    dropped or not. A token is clipped where the min takes the clipped branch (A > 0 above,
+    A < 0 below). advantage broadcasts from [B, 1]. Raises ValueError if kl_coef > 0 without
+    logp_ref_BT.
+    """
+    rho, clipped_low, clipped_high, advantage, mask = _ratio_terms(
+        logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high
+    )
+    weight = np.where(mask, np.asarray(weight_BT, np.float64), 0.0)
+    gain = np.minimum(rho * advantage, np.clip(rho, 1 - clip_low, 1 + clip_high) * advantage)
+    k3 = _k3(logp_BT, logp_ref_BT, mask, kl_coef)
+    return PolicyLoss(
+        loss_sum=float(-(weight * gain).sum() + kl_coef * k3.sum()),
+        denominator=float(mask.sum()),
+        num_clipped_low=int(clipped_low.sum()),
+        num_clipped_high=int(clipped_high.sum()),
+        kl_sum=float(k3.sum()),
+    )
+
+
+def policy_loss_grad(
+    logp_BT: np.ndarray,
+    logp_old_BT: np.ndarray,
+    advantage_BT: np.ndarray,
+    weight_BT: np.ndarray,
+    mask_BT: np.ndarray,
+    *,
+    clip_low: float,
+    clip_high: float,
+    kl_coef: float = 0.0,
+    logp_ref_BT: np.ndarray | None = None,
+) -> np.ndarray:
+    """d loss_sum / d logp, float64 [B, T].
+
+    -w rho A [not clipped] + kl_coef (1 - exp(logp_ref - logp)),  0 outside the mask
+    """
+    rho, clipped_low, clipped_high, advantage, mask = _ratio_terms(
+        logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high
+    )
+    weight = np.where(mask, np.asarray(weight_BT, np.float64), 0.0)
+    grad = -weight * np.where(clipped_low | clipped_high, 0.0, rho * advantage)
+    if kl_coef:
+        _k3(logp_BT, logp_ref_BT, mask, kl_coef)
+        log_ref_ratio = np.where(mask, np.float64(logp_ref_BT) - np.float64(logp_BT), 0.0)
+        grad = grad + kl_coef * (1.0 - np.exp(log_ref_ratio))
+    return grad
+
+
+def _ratio_terms(logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high):
+    mask = np.asarray(mask_BT, bool)
+    log_ratio = np.where(mask, np.float64(logp_BT) - np.float64(logp_old_BT), 0.0)
+    advantage = np.where(mask, np.asarray(advantage_BT, np.float64), 0.0)
+    rho = np.exp(log_ratio)
+    clipped_low = (advantage < 0) & (rho < 1 - clip_low)
+    clipped_high = (advantage > 0) & (rho > 1 + clip_high)
+    return rho, clipped_low, clipped_high, advantage, mask
+
+
+def _k3(logp_BT, logp_ref_BT, mask, kl_coef) -> np.ndarray:
+    if logp_ref_BT is None:
+        if kl_coef:
+            raise ValueError(
+                f"{kl_coef=} without logp_ref_BT: expected log-probs of the reference policy"
+            )
+        return np.zeros(mask.shape)
+    d = np.where(mask, np.float64(logp_ref_BT) - np.float64(logp_BT), 0.0)
+    return np.expm1(d) - d

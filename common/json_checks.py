@@ -1,0 +1,67 @@
+"""Checks of values that come from JSON files: one clear ValueError line each."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def integer(value: Any, what: str, low: int, high: int | None = None) -> int:
+    """`value` as int; bools, floats and numbers outside [low, high] raise ValueError."""
+    limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    message = f"{what}={value!r}: expected an integer {limit}"
+    if isinstance(value, bool | np.bool_):
+        raise ValueError(message)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(message) from None
+    if number < low or (high is not None and number > high):
+        raise ValueError(message)
+    return number
+
+
+def number(value: Any, what: str, low: float, high: float) -> float:
+    """`value` as float in [low, high], else ValueError; bools and NaN are refused."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or math.isnan(value) or not low <= value <= high:
+        raise ValueError(f"{what}={value!r}: expected a number in [{low:g}, {high:g}]")
+    return float(value)
+
+
+def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str] = ()) -> None:
+    """ValueError unless `data` is a dict with the expected keys and no others but the optional."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+    for key in data:
+        if key not in (*expected, *optional):
+            near = difflib.get_close_matches(key, [*expected, *optional], 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(expected)}"
+            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+    for key in expected:
+        if key not in data:
+            raise ValueError(f"{where}: key {key!r} is missing")
+
+
+def read(path: Path, form: str) -> dict[str, Any]:
+    """The object in a JSON file whose key "format" says `form`; ValueError names the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not a usable JSON file (nested too deeply)") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    if data.get("format") != form:
+        raise ValueError(f"{path}: format={data.get('format')!r}, expected {form!r}")
+    return data

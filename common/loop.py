@@ -1,0 +1,206 @@
+"""The training loop, backend-blind: read this file first.
+
+    1 prompts -> 2 rollout -> 3 rewards -> 4 scored -> 5 mismatch -> 6 batch -> 7 update
+    -> 8 push -> 9 record -> 10 checkpoint
+
+A step is a pure function of (weights, optimizer state, step number, configuration). So a run that
+is killed goes on from its last complete checkpoint and writes the same record: prompts, noise,
+shuffling and replayed rows are all derived from the step number. The record of a step is written
+before the checkpoint that counts it; on resume, records past the checkpoint are made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from common import batching, corrections, evaluation, grpo, noise, rollout_stats, tasks
+from common.config import Config
+from common.corrections import Correction
+from common.errors import UserError
+from common.metrics import MetricsWriter
+from common.progress import Progress
+from common.run_dir import RunDir, atomic_write_text
+from common.setup import Parts, open_parts
+from common.types import Prompt, Rollout, Scored
+
+# Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
+SAMPLE, SHUFFLE, REJECT, GREEDY = range(4)
+
+
+def train(config: Config, run: RunDir) -> None:
+    """Run, or go on with, the training run in `run`; ends with RUN/model in HF format."""
+    if config.rollout.top_p < 1:
+        raise UserError(
+            f"rollout.top_p={config.rollout.top_p}: training needs 1.0, since the dense policy's "
+            "log-probs are not renormalised over the nucleus"
+        )
+    with open_parts(config) as parts:
+        checkpoints = parts.backend.open_checkpoints(run.path / "checkpoints")
+        extra = checkpoints.restore()
+        step, version = (extra["step"], extra["version"]) if extra else (0, 0)
+        push(parts, version)
+        _describe_run(parts, run, step)
+        writer = MetricsWriter(
+            run.path,
+            resume_step=step,
+            console=True,
+            total_steps=config.num_steps,
+            tau=config.mismatch.tau,
+        )
+        with contextlib.closing(checkpoints), writer:
+            while step < config.num_steps:
+                before = _evaluate(parts, "start_") if step == 0 else {}
+                values, bins, alarms = train_step(parts, step, version)
+                version += 1
+                with _timed(values, "time/push"):
+                    push(parts, version)
+                if _evaluation_due(config, step + 1):
+                    values |= _evaluate(parts)
+                writer.write(step, before | values, bins=bins, alarms=alarms)
+                step += 1
+                if step % config.checkpoint_every == 0 or step == config.num_steps:
+                    checkpoints.save(step, {"step": step, "version": version})
+        parts.backend.save_model(run.path / "model")
+
+
+def train_step(
+    parts: Parts, step: int, version: int
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """Steps 1 to 7 for training step `step`; what goes into the record."""
+    config, backend, schedule = parts.config, parts.backend, parts.schedule
+    seed = config.rollout.seed
+    values: dict[str, Any] = {"weights/version": version}
+    start = time.perf_counter()
+
+    prompts = parts.prompts.batch(step)
+    with _timed(values, "time/rollout"), Progress(f"step {step + 1} rollout") as progress:
+        rollout = backend.engine.generate(
+            prompts,
+            num_samples=config.rollout.samples_per_prompt,
+            schedule=schedule,
+            seed=noise.fold_in(seed, step, SAMPLE),
+            progress=progress,
+        )
+    assert (rollout.version_BT[rollout.response_mask_BT] == version).all(), "stale weights"
+    with _timed(values, "time/reward"):
+        rewards = tasks.score(parts.task, rollout, parts.pool)
+        greedy = _greedy_rewards(parts, prompts, rollout, step)
+    with _timed(values, "time/score"):
+        scored = backend.scorer.logprobs(rollout)
+        reference = backend.reference.logprobs(rollout).logp_dense_BT if backend.reference else None
+    with _timed(values, "time/mismatch"):
+        correction = _correct(config, rollout, scored, step)
+        mismatch, bins, alarms = rollout_stats.describe_mismatch(
+            rollout, scored, correction, backend.scorer, schedule, config, step
+        )
+    with _timed(values, "time/pack"):
+        advantages = grpo.advantages(
+            rewards,
+            rollout.group_B,
+            config=config.grpo,
+            greedy_reward_B=greedy,
+            finished_B=rollout.finished_B,
+        )
+        batch = batching.pack(
+            rollout,
+            scored,
+            advantages,
+            correction.weight_BT,
+            num_minibatches=config.grpo.num_minibatches,
+            tokens_per_microbatch=config.learner.tokens_per_microbatch,
+            seed=noise.fold_in(seed, step, SHUFFLE),
+            logp_ref_BT=reference,
+        )
+    with _timed(values, "time/update"):
+        update = backend.learner.update(batch)
+
+    values |= rollout_stats.describe_rollout(rollout, rewards, schedule)
+    values |= {**mismatch, **update, **batch.stats}
+    values |= {
+        "grpo/masked_fraction": correction.stats["correction/masked_fraction"],
+        "grpo/truncated_fraction": correction.stats["correction/clipped_fraction"],
+        "grpo/entropy": scored.entropy_BT[rollout.response_mask_BT].mean(),
+    }
+    values["time/step"] = time.perf_counter() - start
+    for name in ("rollout", "step"):
+        speed = values["rollout/tokens"] / values[f"time/{name}"]
+        values[f"throughput/{name}_tokens_per_second"] = speed
+    return values, bins, alarms
+
+
+def push(parts: Parts, version: int) -> None:
+    """Hand the learner's weights to engine and scorer under a new version number."""
+    for part in (parts.backend.engine, parts.backend.scorer):
+        part.load_weights(parts.backend.learner.params, version)
+
+
+def _correct(config: Config, rollout: Rollout, scored: Scored, step: int) -> Correction:
+    """Importance weights from the sparse actor to the dense policy."""
+    uniform = None
+    if config.grpo.correction == "jackpot":
+        uniform = noise.position_uniform(
+            noise.fold_in(config.rollout.seed, step, REJECT),
+            np.array([p.prompt_id for p in rollout.prompts], np.uint32),
+            rollout.sample_B.astype(np.uint32),
+            rollout.tokens_BT.shape[1],
+        )
+    return corrections.correct(
+        config.grpo.correction,
+        scored.logp_dense_BT - rollout.logp_sparse_BT,
+        rollout.response_mask_BT,
+        cap=config.grpo.correction_cap,
+        low=config.grpo.correction_low,
+        uniform_BT=uniform,
+    )
+
+
+def _greedy_rewards(
+    parts: Parts, prompts: list[Prompt], rollout: Rollout, step: int
+) -> np.ndarray | None:
+    """Reward of the greedy response of each row's prompt (ReMax baseline), else None."""
+    if parts.config.grpo.baseline != "greedy":
+        return None
+    seed = noise.fold_in(parts.config.rollout.seed, step, GREEDY)
+    greedy = parts.backend.engine.generate(
+        prompts, num_samples=1, schedule=parts.schedule, seed=seed, temperature=0.0
+    )
+    return tasks.score(parts.task, greedy, parts.pool)[rollout.group_B]
+
+
+def _evaluation_due(config: Config, steps_done: int) -> bool:
+    """Every eval_every steps, and after the last."""
+    every = config.eval_every
+    return every > 0 and (steps_done % every == 0 or steps_done == config.num_steps)
+
+
+def _evaluate(parts: Parts, prefix: str = "") -> dict[str, float]:
+    """eval/*: held-out reward after the step; eval/start_*: that of the start policy."""
+    if not parts.config.eval_every:
+        return {}
+    result = evaluation.evaluate(parts)
+    names = ("reward", "reward_low", "reward_high")
+    return {f"eval/{prefix}{name}": result[name] for name in names}
+
+
+def _describe_run(parts: Parts, run: RunDir, step: int) -> None:
+    """Say on the console what runs, and keep the schedule with the run."""
+    schedule = parts.schedule
+    text = "dense" if schedule is None else schedule.describe()
+    facts = ", ".join(f"{k} {v}" for k, v in parts.backend.description.items())
+    print(f"{run.path}: {facts}; rollout {text}" + (f"; goes on at step {step}" if step else ""))
+    record = "dense" if schedule is None else schedule.to_json()
+    atomic_write_text(run.path / "schedule.json", json.dumps(record, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _timed(values: dict[str, Any], name: str) -> Iterator[None]:
+    """Add the seconds of a block to the record."""
+    start = time.perf_counter()
+    yield
+    values[name] = time.perf_counter() - start

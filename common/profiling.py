@@ -1,0 +1,108 @@
+"""Measure the acceptance rate by budget and length: rollouts at fixed k, replayed exactly."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import corrections, mismatch, tasks
+from common.config import Config
+from common.progress import Progress
+from common.run_dir import atomic_write_text
+from common.schedule import PROFILE_FORMAT, Schedule
+from common.setup import Parts, open_parts
+from common.types import Rollout
+
+PROFILE_NOISE_SEED = 86
+
+
+def profile(config: Config, out: Path) -> dict[str, Any]:
+    """Profile the model at every budget of mismatch.budgets and write the profile JSON.
+
+    For each k: rollouts with k pages at every length, on prompts that are neither trained nor
+    evaluated on; dense and sparse log-probs of the same tokens; statistics of alpha per length bin.
+    The dense rollout gives the floor: what engine and scorer differ by without any sparsity.
+    """
+    with open_parts(config) as parts, Progress("profile") as progress:
+        budgets = config.mismatch.budgets
+        rows: list[dict[str, Any]] = []
+        summary = [_measure(parts, None, rows)]
+        _print_line(summary[0])
+        for i, k in enumerate(budgets):
+            summary.append(_measure(parts, k, rows))
+            _print_line(summary[-1])
+            progress(i + 1, len(budgets))
+    record = {
+        "format": PROFILE_FORMAT,
+        "model": config.model.path or f"from scratch, seed {config.model.init_seed}",
+        "page_size": config.rollout.page_size,
+        "bin_tokens": config.mismatch.bin_tokens,
+        "quantiles": [0.01, 0.05],
+        "rows": rows,
+        "summary": summary,
+        "versions": {name: metadata.version(name) for name in ("numpy", config.rollout.engine)},
+    }
+    atomic_write_text(out, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    print(f"wrote {out}")
+    return record
+
+
+def _measure(parts: Parts, k: int | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Roll out and replay at one budget; adds to `rows`, returns the line for people."""
+    c, config = parts.config.mismatch, parts.config
+    schedule = None
+    if k is not None:
+        schedule = Schedule(
+            page_size=config.rollout.page_size, bin_tokens=c.bin_tokens, budgets=(k,), name=f"k={k}"
+        )
+    rollout = parts.backend.engine.generate(
+        parts.prompts.profile_batch(c.profile_prompts),
+        num_samples=c.profile_samples,
+        schedule=schedule,
+        seed=PROFILE_NOISE_SEED,
+    )
+    replay = parts.backend.scorer.replay(rollout, np.arange(len(rollout.prompts)), schedule)
+    mask = rollout.response_mask_BT
+    stats = mismatch.statistics(
+        replay.alpha_BT, mask, bin_tokens=c.bin_tokens, min_tokens=c.min_tokens
+    )
+    name = "dense" if k is None else k
+    rows += [{"k": name, **s.__dict__} for s in stats]
+    return _line(parts, rollout, schedule, stats, name)
+
+
+def _line(parts: Parts, rollout: Rollout, schedule, stats, name) -> dict[str, Any]:
+    """Reward, pages and tails of one budget, and the ratio statistics on the sampled tokens."""
+    mask, logp = rollout.response_mask_BT, rollout.logp_sparse_BT
+    dense = parts.backend.scorer.logprobs(rollout).logp_dense_BT
+    ratios = corrections.summary(dense - logp, mask, logp_sparse_BT=logp)
+    lengths = rollout.total_len_B - rollout.prompt_len_B
+    positions = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)[mask]
+    share = 1.0 if schedule is None else schedule.share_of_pages(positions + 1)
+    tails = {
+        q: min(mismatch.tail(stats, v).values(), default=None)
+        for q, v in (("p1", 0.01), ("p5", 0.05))
+    }
+    return {
+        "k": name,
+        "reward": float(tasks.score(parts.task, rollout, parts.pool).mean()),
+        "len_mean": float(lengths.mean()),
+        "share_of_pages": share,
+        "p1_min": tails["p1"],
+        "p5_min": tails["p5"],
+        "abs_diff": ratios["prob_gap"],
+        "k3": ratios["k3"],
+    }
+
+
+def _print_line(s: dict[str, Any]) -> None:
+    show = {q: "-" if s[q] is None else f"{s[q]:.3f}" for q in ("p1_min", "p5_min")}
+    print(
+        f"k = {s['k']!s:>5}  pages read {s['share_of_pages']:4.0%}  p1 min {show['p1_min']}  "
+        f"p5 min {show['p5_min']}  |dp| {s['abs_diff']:.5f}  k3 {s['k3']:.5f}  "
+        f"reward {s['reward']:.3f}  length {s['len_mean']:.0f}"
+    )

@@ -1,0 +1,122 @@
+"""Numbers about one training step for the record: lengths, rewards, mismatch by length bin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from common import corrections, mismatch
+from common.config import Config
+from common.corrections import Correction
+from common.protocols import Scorer
+from common.schedule import DENSE, Schedule
+from common.types import Rollout, Scored
+
+REPLAY_TOLERANCE = 1e-2
+"""|replayed - decoded| log-prob above this is an alarm: replay and decode are not the same rule."""
+PROB_GAP_ALARM = 0.01
+"""Mean |p_sparse - p_dense| of a dense rollout above this is a precision fault (field practice)."""
+
+
+def replayed_rows(num_rows: int, count: int, step: int) -> np.ndarray:
+    """`count` row numbers for the exact replay, spread over the groups, a function of the step."""
+    start = step % max(num_rows // max(count, 1), 1)
+    return np.unique(np.linspace(start, num_rows, count, endpoint=False, dtype=np.int64) % num_rows)
+
+
+def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule | None) -> dict:
+    """reward/*, response/* and rollout/* of the record."""
+    lengths = rollout.total_len_B - rollout.prompt_len_B
+    by_group = [rewards[rollout.group_B == g] for g in np.unique(rollout.group_B)]
+    valid = rewards[~np.isnan(rewards)]
+    share = 1.0
+    if schedule is not None:
+        positions = np.broadcast_to(np.arange(rollout.tokens_BT.shape[1]), rollout.tokens_BT.shape)
+        decoded = rollout.response_mask_BT & (positions > rollout.prompt_len_B[:, None])
+        if decoded.any():
+            share = schedule.share_of_pages(positions[decoded])
+    return {
+        "reward/mean": valid.mean() if valid.size else 0.0,
+        "reward/std": valid.std() if valid.size else 0.0,
+        "reward/groups_with_signal": np.mean([np.nanmax(g) > np.nanmin(g) for g in by_group]),
+        "reward/missing": int(np.isnan(rewards).sum()),
+        "response/len_mean": lengths.mean(),
+        "response/len_max": int(lengths.max()),
+        "response/finished": rollout.finished_B.mean(),
+        "rollout/share_of_pages": share,
+        "rollout/tokens": int(lengths.sum()),
+        "rollout/prefill_tokens": int(rollout.stats["prefill_tokens"]),
+    }
+
+
+def describe_mismatch(
+    rollout: Rollout,
+    scored: Scored,
+    correction: Correction,
+    scorer: Scorer,
+    schedule: Schedule | None,
+    config: Config,
+    step: int,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """(mismatch/* values, one dict per length bin, alarms): alpha on some rows, ratios on all."""
+    c, mask = config.mismatch, rollout.response_mask_BT
+    log_ratio = scored.logp_dense_BT - rollout.logp_sparse_BT
+    total = corrections.summary(log_ratio, mask, logp_sparse_BT=rollout.logp_sparse_BT)
+    values = {
+        "mismatch/k1": total["k1"],
+        "mismatch/k3": total["k3"],
+        "mismatch/ess": correction.stats["correction/ess"],
+        "mismatch/abs_diff": total["prob_gap"],
+        "mismatch/ratio_max": total["max_ratio"],
+    }
+    alarms = []
+    if schedule is None and total["prob_gap"] > PROB_GAP_ALARM:
+        alarms.append(
+            f"dense rollout differs from dense scores by {total['prob_gap']:.3f} on average"
+        )
+    per_bin = corrections.by_bin(
+        log_ratio, mask, bin_tokens=c.bin_tokens, correction=correction,
+        logp_sparse_BT=rollout.logp_sparse_BT,
+    )  # fmt: skip
+    exact: dict[int, Mapping[str, Any]] = {}
+    if c.every and step % c.every == 0:
+        rows = replayed_rows(len(mask), c.num_rows, step)
+        replay = scorer.replay(rollout, rows, schedule)
+        stats = mismatch.statistics(
+            replay.alpha_BT, mask[rows], bin_tokens=c.bin_tokens, min_tokens=c.min_tokens, seed=step
+        )
+        exact = {s.bin: s.__dict__ for s in stats}
+        p5, p1 = mismatch.tail(stats, 0.05), mismatch.tail(stats, 0.01)
+        error = np.abs(replay.logp_replay_BT - rollout.logp_sparse_BT[rows])[mask[rows]].max()
+        values |= {
+            "mismatch/p5_min": min(p5.values(), default=None),
+            "mismatch/p1_min": min(p1.values(), default=None),
+            "mismatch/mean": float(replay.alpha_BT[mask[rows]].mean()),
+            "mismatch/replay_error": float(error),
+        }
+        verdict = mismatch.verdict(stats, c.tau, c.quantile)
+        if verdict.failing:
+            ranges = ", ".join(
+                f"{b * c.bin_tokens}-{(b + 1) * c.bin_tokens}" for b in verdict.failing
+            )
+            alarms.append(
+                f"p{c.quantile * 100:g} of alpha under tau={c.tau:g} at positions {ranges}"
+            )
+        if error > REPLAY_TOLERANCE and config.learner.dtype != "bfloat16":
+            alarms.append(f"replay and decode differ by {error:.1e} in a log-prob")
+    return values, _merge_bins(per_bin, exact, schedule, c.bin_tokens), alarms
+
+
+def _merge_bins(per_bin, exact, schedule: Schedule | None, width: int) -> list[dict[str, Any]]:
+    """One dict per bin with tokens: ratio statistics, exact statistics where replayed, budget."""
+    bins = []
+    for b, ratios in per_bin.items():
+        k = DENSE if schedule is None else schedule.budget(b * width)
+        entry = {"bin": b, "start": b * width, "end": (b + 1) * width, **exact.get(b, {})}
+        entry["k"] = "dense" if k == DENSE else k
+        for name in ("k1", "k3", "ess", "masked_fraction", "clipped_fraction"):
+            entry[name] = ratios[name]
+        bins.append(entry)
+    return bins

@@ -1,0 +1,261 @@
+"""Plain-XLA versions of every kernel: the CPU path, and what the Pallas kernels are tested against.
+
+Cache layout (shared with the kernels): `kv_pages_LKMxCH` holds, for layer L, KV head K and physical
+page M, one contiguous block of 2 x C x H numbers: C keys (x = 0), then C values (x = 1). Page 0 is
+the null page: writes of padding go there, and nothing reads it. `landmarks_LKMH` is the mean of the
+C keys of a page, written when the page completes. A sequence owns the physical pages
+`page_table_BP[b]`; its token t lives in page t // C at offset t % C.
+
+Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
+read, and of the others the k whose landmark has the largest dot product with the mean query of the
+head's group. See common/oracles.py for the same rules in float64.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NUM_RESERVED = 3
+STEP_TOKENS = 256
+NEG = -1e30
+GATHER_BYTES = 2**19
+HEAD_ELEMENTS = 2**24
+
+
+def select_pages(q_BNH, landmarks_LKMH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
+    """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
+
+    q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
+    k_B: budget of the row, at most max_selected - 3. Scores are float32, the top-k is exact, ties
+    go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
+    = the tail page) and count_B = min(k + 3, num_pages).
+    """
+    num_kv_heads, head_dim = landmarks_LKMH.shape[1], landmarks_LKMH.shape[3]
+    B, P = page_table_BP.shape
+    q_BKH = q_BNH.reshape(B, num_kv_heads, -1, head_dim).astype(jnp.float32).mean(2)
+    heads = jnp.arange(num_kv_heads)[:, None]
+
+    def score(row):
+        q_KH, table_P = row
+        landmarks_KPH = landmarks_LKMH[layer, heads, table_P[None]]
+        return jnp.einsum("kh,kph->kp", q_KH, landmarks_KPH.astype(jnp.float32))
+
+    scores_BKP = lax.map(score, (q_BKH, page_table_BP), batch_size=_rows_per_step(P * head_dim * 4))
+    logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
+    used = jnp.arange(max_selected) < count_B[:, None, None]
+    physical = jnp.take_along_axis(page_table_BP[:, None], jnp.minimum(logical_BKJ, P - 1), -1)
+    return jnp.where(used, physical, 0), count_B
+
+
+def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
+    """Sorted logical page ids [B, K, max_selected] (unused entries = P) and how many are used."""
+    B, K, P = scores_BKP.shape
+    pages, n = jnp.arange(P), num_pages_B[:, None, None]
+    candidate = (pages >= 1) & (pages < n - 2)
+    scores_BKP = jnp.where(candidate, scores_BKP, -jnp.inf)
+    width = min(max(max_selected - NUM_RESERVED, 1), P)
+    _, best = lax.top_k(scores_BKP, width)
+    k = jnp.minimum(k_B, jnp.maximum(num_pages_B - NUM_RESERVED, 0))[:, None, None]
+    best = jnp.where(jnp.arange(width) < k, best, P)
+    first_last = jnp.stack([jnp.zeros_like(n), n - 2, n - 1], -1)[:, :, 0]
+    needed = jnp.stack([n > 0, n > 2, n > 1], -1)[:, :, 0]
+    reserved = jnp.where(needed, first_last, P)
+    listed = jnp.concatenate([best, jnp.broadcast_to(reserved, (B, K, 3))], -1)
+    listed = jnp.sort(listed, -1)[..., :max_selected]
+    pad = max_selected - listed.shape[-1]
+    listed = jnp.pad(listed, ((0, 0), (0, 0), (0, pad)), constant_values=P)
+    return listed, jnp.minimum(k_B + NUM_RESERVED, num_pages_B)
+
+
+def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
+    """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
+
+    out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
+    page_ids is [B, K, J] (selected pages) or [B, P] (the page table itself: dense decode, no list).
+    length_B counts listed tokens, (count - 1) * C + tokens in the tail page, and start_B those of
+    them that come before the first query. Query t sees the first min(start + t + 1, length), so
+    that new tokens attend causally to each other; with a selected list they lie in its last pages.
+    Rows of length 0 give 0 and LSE = -inf. Returns out_BTNH in q's type and lse_BTN in float32.
+    The work of a row follows its own length, not the width of page_ids.
+    """
+    B, T, N, H = q_BTNH.shape
+    _, K, M, _, C, _ = kv_pages_LKMxCH.shape
+    pool = kv_pages_LKMxCH.reshape(-1, 2, C, H)
+    width = page_ids.shape[-1]
+    step = min(width, max(1, STEP_TOKENS // C))
+    pad = -width % step
+    page_ids = jnp.pad(page_ids, [(0, 0)] * (page_ids.ndim - 1) + [(0, pad)])
+    q_XH = q_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B * K, -1, H)
+    query = jnp.repeat(jnp.arange(T), N // K)
+
+    def attend(i):
+        b, k = i // K, i % K
+        ids_J = page_ids[b] if page_ids.ndim == 2 else page_ids[b, k]
+        q = q_XH[i].astype(jnp.float32) * H**-0.5
+        limit = jnp.minimum(start_B[b] + query + 1, length_B[b])
+
+        def chunk(state):
+            j, m, denom, acc = state
+            ids = lax.dynamic_slice_in_dim(ids_J, j * step, step) + (layer * K + k) * M
+            kv = pool.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+            index = j * step * C + jnp.arange(step * C)
+            key = kv[:, 0].reshape(-1, H)
+            value = jnp.where((index < length_B[b])[:, None], kv[:, 1].reshape(-1, H), 0)
+            s = jnp.where(index < limit[:, None], q @ key.T, NEG)
+            m_new = jnp.maximum(m, s.max(-1))
+            p, scale = jnp.exp(s - m_new[:, None]), jnp.exp(m - m_new)
+            return j + 1, m_new, denom * scale + p.sum(-1), acc * scale[:, None] + p @ value
+
+        rows = q.shape[0]
+        start = (0, jnp.full(rows, NEG), jnp.zeros(rows), jnp.zeros((rows, H)))
+        _, m, denom, acc = lax.while_loop(lambda s: s[0] * step * C < length_B[b], chunk, start)
+        seen = (limit > 0) & (m > NEG)
+        out = jnp.where(seen[:, None], acc / jnp.where(seen, denom, 1)[:, None], 0)
+        return out, jnp.where(seen, m + jnp.log(jnp.where(seen, denom, 1)), -jnp.inf)
+
+    bytes_per_row = step * 2 * C * H * kv_pages_LKMxCH.dtype.itemsize
+    out, lse = lax.map(attend, jnp.arange(B * K), batch_size=_rows_per_step(bytes_per_row))
+    out = out.reshape(B, K, T, N // K, H).swapaxes(1, 2).reshape(B, T, N, H)
+    lse = lse.reshape(B, K, T, N // K).swapaxes(1, 2).reshape(B, T, N)
+    return out.astype(q_BTNH.dtype), lse
+
+
+def _rows_per_step(bytes_per_row):
+    """Rows handled together in a loop: one if it fills the cache, several if rows are tiny."""
+    return int(max(1, min(32, GATHER_BYTES // max(bytes_per_row, 1))))
+
+
+def append_kv(
+    kv_pages_LKMxCH, landmarks_LKMH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
+):
+    """Write T new tokens per row at positions start .. start + num_new - 1, in place under jit.
+
+    Tokens past num_new_B go to the null page. A page whose last token is among the new ones gets
+    its landmark: the float32 mean of its C keys, in the cache's type.
+    """
+    B, T, K, H = k_BTKH.shape
+    C = kv_pages_LKMxCH.shape[4]
+    P = page_table_BP.shape[1]
+    position_BT = start_B[:, None] + jnp.arange(T)
+    valid_BT = jnp.arange(T) < num_new_B[:, None]
+    logical = jnp.minimum(position_BT // C, P - 1)
+    page_BT = jnp.where(valid_BT, jnp.take_along_axis(page_table_BP, logical, 1), 0)
+    kv_BTKxH = jnp.stack([k_BTKH, v_BTKH], 3).astype(kv_pages_LKMxCH.dtype)
+    kv_pages_LKMxCH = kv_pages_LKMxCH.at[layer, :, page_BT, :, position_BT % C].set(kv_BTKxH)
+
+    touched = (T + C - 2) // C + 1
+    page_BQ = start_B[:, None] // C + jnp.arange(touched)
+    last_BQ = (page_BQ + 1) * C
+    end_B = start_B + num_new_B
+    complete = (last_BQ > start_B[:, None]) & (last_BQ <= end_B[:, None])
+    page_BQ = jnp.take_along_axis(page_table_BP, jnp.minimum(page_BQ, P - 1), 1)
+    page_BQ = jnp.where(complete, page_BQ, 0)
+    keys_BQKCH = kv_pages_LKMxCH[layer, :, page_BQ, 0]
+    mean_BQKH = keys_BQKCH.astype(jnp.float32).mean(3).astype(landmarks_LKMH.dtype)
+    landmarks_LKMH = landmarks_LKMH.at[layer, :, page_BQ].set(mean_BQKH)
+    return kv_pages_LKMxCH, landmarks_LKMH
+
+
+def flash_prefill(q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=128):
+    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+
+    budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
+    dense. Query t sees exactly the pages that decode would have read at position t. Differentiable
+    in q, k and v (the choice of pages is constant). Blocks of `chunk` queries bound the memory to
+    B x N x chunk x T. Returns out_BTNH.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    pad = -T % chunk
+    q_blocks = jnp.pad(q_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    q_blocks = q_blocks.reshape(B, -1, chunk, K, N // K, H).swapaxes(0, 1)
+    sparse = budget_T is not None
+    if sparse:
+        landmarks_BPKH = _page_means(k_BTKH, page)
+        budget_T = jnp.pad(budget_T, (0, pad))
+
+    @jax.checkpoint
+    def block(args):
+        i, q_BtKRH = args
+        pos_t = i * chunk + jnp.arange(chunk)
+        mask = (jnp.arange(T) <= pos_t[:, None])[None, None]
+        if sparse:
+            q_mean = q_BtKRH.astype(jnp.float32).mean(3)
+            scores = jnp.einsum("btkh,bpkh->bktp", q_mean, landmarks_BPKH)
+            budget_t = lax.dynamic_slice_in_dim(budget_T, i * chunk, chunk)
+            pages = page_mask(lax.stop_gradient(scores), pos_t // page + 1, budget_t)
+            pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
+            mask = mask & jnp.repeat(pages, page, -1)[..., :T]
+        s = jnp.einsum("btkrh,bskh->bkrts", q_BtKRH, k_BTKH, preferred_element_type=jnp.float32)
+        p = jax.nn.softmax(jnp.where(mask[:, :, None], s * H**-0.5, NEG), -1)
+        return jnp.einsum("bkrts,bskh->btkrh", p.astype(v_BTKH.dtype), v_BTKH)
+
+    out = lax.map(block, (jnp.arange((T + pad) // chunk), q_blocks))
+    return out.swapaxes(0, 1).reshape(B, T + pad, N, H)[:, :T]
+
+
+def _page_means(k_BTKH, page):
+    """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
+    B, T, K, H = k_BTKH.shape
+    keys = jnp.pad(k_BTKH, ((0, 0), (0, -T % page), (0, 0), (0, 0))).reshape(B, -1, page, K, H)
+    return keys.astype(jnp.float32).mean(2).astype(k_BTKH.dtype).astype(jnp.float32)
+
+
+def page_mask(scores_BKtP, num_pages_t, budget_t):
+    """Pages each query reads, bool [B, K, t, P]: reserved ones and the top-k of the others."""
+    P = scores_BKtP.shape[-1]
+    pages, n, k = jnp.arange(P), num_pages_t[:, None], budget_t[:, None]
+    candidate = (pages >= 1) & (pages < n - 2)
+    scores = jnp.where(candidate, scores_BKtP, -jnp.inf)
+    kth_index = jnp.broadcast_to(jnp.clip(P - k, 0, P - 1), (*scores.shape[:-1], 1))
+    kth = jnp.take_along_axis(jnp.sort(scores, -1), kth_index, -1)
+    above, equal = scores > kth, scores == kth
+    room = k - above.sum(-1, keepdims=True)
+    chosen = candidate & (k > 0) & (above | (equal & (jnp.cumsum(equal, -1) <= room)))
+    reserved = (pages < n) & ((pages == 0) | (pages >= n - 2))
+    return chosen | reserved
+
+
+def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
+    """Log-prob of each token and entropy of its distribution, softmax(head hidden / temperature).
+
+    Float32, in nats, differentiable; blocks of tokens, so that nothing of size [X, V] exists.
+    """
+
+    def block(hidden_cD, token_c):
+        logp = jax.nn.log_softmax(_logits(hidden_cD, head_VD) / temperature)
+        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+        return jnp.take_along_axis(logp, token_c[:, None], -1)[:, 0], entropy
+
+    return _blocks(block, head_VD.shape[0], hidden_XD, token_X)
+
+
+def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0):
+    """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
+
+    def block(dense_cD, sparse_cD, token_c):
+        p_dense = jax.nn.softmax(_logits(dense_cD, head_VD) / temperature)
+        logp_sparse = jax.nn.log_softmax(_logits(sparse_cD, head_VD) / temperature)
+        alpha = jnp.minimum(p_dense, jnp.exp(logp_sparse)).sum(-1)
+        return alpha, jnp.take_along_axis(logp_sparse, token_c[:, None], -1)[:, 0]
+
+    return _blocks(block, head_VD.shape[0], hidden_dense_XD, hidden_sparse_XD, token_X)
+
+
+def _logits(hidden_XD, head_VD):
+    return jnp.einsum("xd,vd->xv", hidden_XD, head_VD, preferred_element_type=jnp.float32)
+
+
+def _blocks(f, vocab, *arrays):
+    """Apply f to blocks of at most HEAD_ELEMENTS / V rows, recomputed in the backward pass."""
+    num = arrays[0].shape[0]
+    size = max(1, min(num, HEAD_ELEMENTS // vocab))
+    pad = -num % size
+    blocked = [
+        jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, size, *a.shape[1:])
+        for a in arrays
+    ]
+    out = lax.map(jax.checkpoint(lambda xs: f(*xs)), tuple(blocked))
+    return jax.tree.map(lambda a: a.reshape(-1)[:num], out)

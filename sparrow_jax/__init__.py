@@ -1,0 +1,5 @@
+"""The JAX backend: engine, scorer and learner on TPU, CPU or CUDA. `build` is the way in."""
+
+from sparrow_jax.backend import build
+
+__all__ = ["build"]

@@ -1,0 +1,79 @@
+"""Wire the parts of the JAX backend for one configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from common.config import Config, ModelConfig
+from common.protocols import Backend
+from sparrow_jax import hf
+from sparrow_jax.checkpoint import Checkpoints
+from sparrow_jax.engine import Engine
+from sparrow_jax.learner import JaxLearner
+from sparrow_jax.model import Decoder
+from sparrow_jax.scorer import JaxScorer
+
+
+def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backend:
+    """Engine, scorer and learner with the same weights, version 0 already pushed.
+
+    vocab_size: tokens the task uses; a from-scratch model takes max(it, model.vocab_size), a loaded
+    one must have at least as many.
+    """
+    geometry, graph, params = init_model(config, vocab_size)
+    dtype = compute_dtype(config.learner.dtype)
+    engine = Engine(graph, geometry, config.rollout, stop_ids, dtype)
+    scorer, reference = JaxScorer(graph, config, dtype), JaxScorer(graph, config, dtype)
+    learner = JaxLearner(graph, params, config, dtype)
+    for part in (engine, scorer):
+        part.load_weights(learner.params, 0)
+    if config.grpo.kl_coef > 0:
+        reference.load_weights(params, 0)
+    device = jax.devices()[0]
+    return Backend(
+        engine=engine,
+        scorer=scorer,
+        reference=reference if config.grpo.kl_coef > 0 else None,
+        learner=learner,
+        open_checkpoints=lambda path: Checkpoints(path, learner, config.keep_checkpoints),
+        save_model=lambda path: hf.save(path, geometry, learner.params),
+        description={
+            "backend": f"jax {jax.__version__} on {device.platform} ({device.device_kind})",
+            "compute dtype": jnp.dtype(dtype).name,
+            "parameters": f"{sum(x.size for x in jax.tree.leaves(params)):,}",
+            "attention": "reference",
+        },
+    )
+
+
+def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:
+    """Geometry, graph and float32 weights: from the HF directory, or drawn from model.init_seed."""
+    if config.model.path:
+        geometry, params = hf.load(Path(config.model.path))
+        if geometry.vocab_size < vocab_size:
+            raise ValueError(
+                f"model.path={config.model.path!r} has {geometry.vocab_size} tokens, "
+                f"the task needs {vocab_size}"
+            )
+        graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, nnx.Rngs(0))))
+        return geometry, graph, params
+    size = max(vocab_size, config.model.vocab_size)
+    geometry = dataclasses.replace(config.model, vocab_size=size)
+    # Compiled as one program: drawn one by one, every shape would be compiled for itself.
+    graph, params = nnx.split(
+        nnx.jit(lambda: Decoder(geometry, nnx.Rngs(config.model.init_seed)))()
+    )
+    return geometry, graph, params
+
+
+def compute_dtype(name: str):
+    """'auto' is bfloat16 where the device computes in it, float32 on CPU."""
+    if name == "auto":
+        name = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)

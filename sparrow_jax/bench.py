@@ -1,0 +1,225 @@
+"""`sparrow bench decode`: one decode step, dense against sparse, with the bytes each has to read.
+
+Qwen3-0.6B layer geometry, 8 sequences of 32K tokens, 256 pages of 16 (4,096 tokens). All
+ratios are measured in one run on one machine. The stronger of two dense paths is the yardstick: the
+engine's own paged one, and one over a contiguous cache that no paged engine could have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from common.config import ModelConfig
+from common.run_dir import atomic_write_text
+from kernels_pallas import reference as ops
+from sparrow_jax import cache as kv_cache
+from sparrow_jax.model import Decoder
+
+QWEN3_06B = ModelConfig(
+    vocab_size=8192,  # the head is not what is measured here; the real one has 151,936 rows
+    num_layers=1,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is measured; selected counts the reserved pages."""
+
+    batch: int = 8
+    context: int = 32768
+    page: int = 16
+    selected: int = 256
+    repeats: int = 5
+
+
+def main(flags: Mapping[str, Any]) -> None:
+    """Run and print; --out=FILE also writes the numbers as JSON."""
+    result = run(QWEN3_06B, Shape(), print)
+    if flags.get("out"):
+        atomic_write_text(Path(flags["out"]), json.dumps(result, indent=1) + "\n")
+
+
+def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]:
+    """All measurements as a flat dictionary; one line each through `say`."""
+    device = jax.devices()[0]
+    say(f"{device.platform} ({device.device_kind}), jax {jax.__version__}, {shape}")
+    copy = copy_bandwidth()
+    say(f"copy bandwidth of this machine, 1 GiB read + written: {copy:.1f} GB/s")
+    table, cache = filled_cache(g, shape)
+    length_B = jnp.full(shape.batch, shape.context, jnp.int32)
+    result: dict[str, Any] = {"copy_gb_per_s": copy, "device": device.device_kind}
+    result |= _attention(g, shape, cache, table, length_B, copy, say)
+    result |= _step(g, shape, cache, table, length_B - 1, say)
+    return result
+
+
+def copy_bandwidth() -> float:
+    """GB/s read plus written by a device copy of 1 GiB."""
+    x = jnp.zeros(2**28, jnp.float32)
+    seconds = _median_seconds(jax.jit(lambda a: a + 1), (x,), 5)
+    return 2 * x.nbytes / seconds / 1e9
+
+
+def filled_cache(g: ModelConfig, shape: Shape):
+    """Page table in shuffled order and a cache of normal keys and values, made block by block."""
+    rng = np.random.default_rng(0)
+    pages = shape.batch * (shape.context // shape.page)
+    table = 1 + rng.permutation(pages).reshape(shape.batch, -1).astype(np.int32)
+    kv, marks = kv_cache.allocate(g, pages + 1, shape.page, jnp.float32)
+    width = 512
+    block = rng.standard_normal((1, g.num_kv_heads, width, 2, shape.page, g.head_dim), np.float32)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def write(kv, marks, block, layer, page):
+        block = jnp.roll(block, page % 97, 2)
+        kv = lax.dynamic_update_slice(kv, block, (layer, 0, page, 0, 0, 0))
+        means = block[:, :, :, 0].mean(3)
+        return kv, lax.dynamic_update_slice(marks, means, (layer, 0, page, 0))
+
+    for layer in range(g.num_layers):
+        for page in range(1, pages + 1, width):
+            kv, marks = write(kv, marks, block, layer, min(page, pages + 1 - width))
+    return jnp.asarray(table), (kv, marks)
+
+
+def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
+    """Decode attention of one layer: two dense paths, and select + attend."""
+    q = jax.random.normal(jax.random.key(1), (shape.batch, 1, g.num_heads, g.head_dim))
+    pages_B = length_B // shape.page
+    k_B = jnp.full(shape.batch, shape.selected - ops.NUM_RESERVED, jnp.int32)
+    kv, marks = cache
+    select = functools.partial(ops.select_pages, max_selected=shape.selected)
+    listed_B = jnp.full(shape.batch, shape.selected * shape.page, jnp.int32)
+
+    def sparse(q, kv, marks):
+        ids, _ = select(q[:, 0], marks, 0, table, pages_B, k_B)
+        return ops.sparse_decode(q, kv, 0, ids, listed_B - 1, listed_B)
+
+    def dense(q, kv):
+        return ops.sparse_decode(q, kv, 0, table, length_B - 1, length_B)
+
+    per_token = 2 * g.num_kv_heads * g.head_dim * 4
+    cached = shape.batch * shape.context * per_token
+    read = shape.batch * shape.selected * shape.page * per_token + cached // (2 * shape.page)
+    times = {
+        "dense_paged": (_median_seconds(jax.jit(dense), (q, kv), shape.repeats), cached),
+        "dense_contiguous": (_contiguous_seconds(q, kv, shape), cached),
+        "sparse": (_median_seconds(jax.jit(sparse), (q, kv, marks), shape.repeats), read),
+    }
+    ids = jax.jit(lambda q, m: select(q[:, 0], m, 0, table, pages_B, k_B))
+    select_seconds = _median_seconds(ids, (q, marks), shape.repeats)
+    out: dict[str, Any] = {}
+    for name, (seconds, num_bytes) in times.items():
+        out |= {f"{name}_ms": seconds * 1e3, f"{name}_gb_per_s": num_bytes / seconds / 1e9}
+        speed = num_bytes / seconds / 1e9
+        say(
+            f"{name:17} {seconds * 1e3:8.1f} ms  {num_bytes / 2**20:7.0f} MiB  "
+            f"{speed:5.1f} GB/s  {speed / copy:4.0%} of copy"
+        )
+    best = min(out["dense_paged_ms"], out["dense_contiguous_ms"])
+    out |= {"speedup": best / out["sparse_ms"], "select_share": select_seconds / times["sparse"][0]}
+    say(
+        f"sparse is {out['speedup']:.1f}x faster than the better dense path (byte bound "
+        f"{cached / read:.1f}x); selection is {out['select_share']:.0%} of it"
+    )
+    return out
+
+
+def _contiguous_seconds(q, kv, shape: Shape) -> float:
+    """Dense decode that ignores the page table: each (sequence, head) is one slice of the pool."""
+    K, H = kv.shape[1], kv.shape[5]
+    chunk = 4096 // shape.page
+    per_row = shape.context // shape.page
+    rows = q.reshape(shape.batch, K, -1, H).reshape(shape.batch * K, -1, H)
+
+    def one(q, row, kv):
+        def body(j, state):
+            m, denom, acc = state
+            start = (0, row % K, 1 + row // K * per_row + j * chunk, 0, 0, 0)
+            block = lax.dynamic_slice(kv, start, (1, 1, chunk, 2, shape.page, H))[0, 0]
+            s = q @ block[:, 0].reshape(-1, H).T * H**-0.5
+            new = jnp.maximum(m, s.max(-1))
+            p, scale = jnp.exp(s - new[:, None]), jnp.exp(m - new)
+            acc = acc * scale[:, None] + p @ block[:, 1].reshape(-1, H)
+            return new, denom * scale + p.sum(-1), acc
+
+        R = q.shape[0]
+        start = (jnp.full(R, ops.NEG), jnp.zeros(R), jnp.zeros((R, H)))
+        _, denom, acc = lax.fori_loop(0, per_row // chunk, body, start)
+        return acc / denom[:, None]
+
+    f = jax.jit(lambda q, kv: lax.map(lambda x: one(*x, kv), (q, jnp.arange(len(q)))))
+    return _median_seconds(f, (rows, kv), shape.repeats)
+
+
+def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
+    """A whole decode step through the model, in place: time, compiled memory, compilations."""
+    graph, params = nnx.split(Decoder(g, nnx.Rngs(0)))
+    token, one = jnp.ones((shape.batch, 1), jnp.int32), jnp.ones(shape.batch, jnp.int32)
+    k_B = jnp.full(shape.batch, shape.selected - ops.NUM_RESERVED, jnp.int32)
+    num_traces = 0
+
+    @functools.partial(jax.jit, static_argnames="sparse", donate_argnums=0)
+    def step(cache, params, cached_B, k_B, sparse):
+        nonlocal num_traces
+        num_traces += 1
+        budget = {"k_B": k_B, "max_selected": shape.selected, "num_dense": 0} if sparse else {}
+        model = nnx.merge(graph, params)
+        return model.extend(cache, token, cached_B, one, table, dtype=jnp.float32, **budget)
+
+    needed = sum(x.nbytes for x in (*jax.tree.leaves(params), *cache))
+    out: dict[str, Any] = {"weights_and_cache_bytes": needed}
+    for name, sparse in (("dense", False), ("sparse", True)):
+        memory = step.lower(cache, params, cached_B, k_B, sparse).compile().memory_analysis()
+        extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        times = []
+        for i in range(shape.repeats + 1):
+            start = time.perf_counter()  # other lengths and budgets every time: data, not shapes
+            cache, hidden = step(cache, params, cached_B - i, k_B - i, sparse)
+            jax.block_until_ready((cache, hidden))
+            times.append(time.perf_counter() - start)
+        out |= {f"step_{name}_ms": float(np.median(times[1:])) * 1e3}
+        out |= {f"step_{name}_memory": (needed + extra) / needed}
+        say(
+            f"whole step, {g.num_layers} layer(s), {name:6}: {out[f'step_{name}_ms']:8.1f} ms, "
+            f"compiled memory {out[f'step_{name}_memory']:.3f}x of weights + cache"
+        )
+    unit = 1 if sys.platform == "darwin" else 1024
+    out["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / needed
+    out["compilations"] = step._cache_size()
+    say(
+        f"whole step {out['step_dense_ms'] / out['step_sparse_ms']:.1f}x faster; "
+        f"{out['compilations']} compilations for {2 * (shape.repeats + 1)} steps of different "
+        f"lengths and budgets; peak memory of the process {out['peak_rss']:.2f}x of weights + cache"
+    )
+    return out
+
+
+def _median_seconds(f, args, repeats: int) -> float:
+    """Median wall time of a compiled call, first call (compilation) left out."""
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))

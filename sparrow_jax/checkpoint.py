@@ -1,0 +1,262 @@
+"""Checkpoints that a kill at any moment cannot harm, and that notice when a disk did.
+
+<directory>/step_00000012/   complete; appears by one rename, the last act of a save
+    arrays/                  weights and optimizer state (Orbax)
+    manifest.json            step, `extra`, shapes of the arrays, size and CRC-32 of each file
+<directory>/tmp_*            being written or being deleted; removed at the next start
+<directory>/replaced_*       a step being saved again; put back if a kill fell there
+<directory>/damaged_*        set aside by `restore`, which said why
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+
+from common.errors import UserError, one_line
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_CHUNK = 2**24
+
+
+class Stateful(Protocol):
+    """What is saved: a learner with its weights and optimizer state as a tree of jax arrays."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints of one run; see common/protocols.py, class Checkpointer.
+
+    One process uses a directory at a time (the run's lock sees to it). keep: complete checkpoints
+    that stay, the newest ones.
+    """
+
+    def __init__(self, directory: str | Path, learner: Stateful, keep: int):
+        if keep < 1:
+            raise ValueError(f"{keep=}: expected at least 1 checkpoint to keep")
+        self._directory = Path(directory).absolute()
+        self._learner, self._keep = learner, keep
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._tidy()
+        self._orbax = ocp.PyTreeCheckpointer()
+
+    def save(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Write the learner's state and `extra` (JSON) as checkpoint `step`, then prune."""
+        json.dumps(extra)  # refuse what is no JSON before anything is written
+        final = self._directory / f"step_{step:08d}"
+        temporary = self._directory / f"tmp_{final.name}"
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        arrays = _named_arrays(self._learner.state_dict())
+        self._orbax.save(temporary / "arrays", arrays)
+        _write_manifest(temporary, step, arrays, extra)
+        _sync_tree(temporary)
+        if final.exists():
+            os.rename(final, self._directory / f"replaced_{final.name}")
+        os.rename(temporary, final)
+        _sync(self._directory)
+        self._tidy()
+        for old in self._complete()[: -self._keep]:
+            self._delete(old)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Load the newest sound checkpoint into the learner; its `extra`, or None if there is none.
+
+        Each damaged one is renamed to damaged_step_* with a warning on stderr. UserError if none
+        but damaged ones are left (going on would silently start anew), and if a checkpoint is
+        sound but of another model or format.
+        """
+        for folder in reversed(self._complete()):
+            try:
+                manifest = _verified_manifest(folder)
+                state = self._read_state(folder, manifest)
+            except _Damaged as damage:
+                self._set_aside(folder, damage)
+                continue
+            self._learner.load_state_dict(state)
+            return manifest["extra"]
+        damaged = sorted(self._directory.glob("damaged_step_*"))
+        if damaged:
+            raise UserError(
+                f"{self._directory}: every checkpoint is damaged (newest: {damaged[-1].name}); "
+                "delete this folder to start the run anew from its first step"
+            )
+        return None
+
+    def close(self) -> None:
+        self._orbax.close()
+
+    def _read_state(self, folder: Path, manifest: Mapping[str, Any]) -> Any:
+        """The arrays of a verified checkpoint, as a tree like the learner's and placed like it."""
+        tree = self._learner.state_dict()
+        arrays = _named_arrays(tree)
+        _refuse_other_model(folder, manifest["arrays"], _described(arrays))
+        target = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in arrays.items()
+        }
+        restore = ocp.args.PyTreeRestore(
+            target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+        )
+        try:
+            found = self._orbax.restore(folder / "arrays", args=restore)
+        except (OSError, ValueError, KeyError) as error:
+            raise _Damaged(f"Orbax cannot read it: {one_line(error)}") from error
+        return jax.tree.unflatten(jax.tree.structure(tree), [found[name] for name in arrays])
+
+    def _complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        found = [p for p in self._directory.iterdir() if re.fullmatch(r"step_\d{8,}", p.name)]
+        return sorted(found, key=lambda p: int(p.name[5:]))
+
+    def _set_aside(self, folder: Path, damage: _Damaged) -> None:
+        target = self._directory / f"damaged_{folder.name}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = self._directory / f"damaged_{folder.name}.{number}"
+        os.rename(folder, target)
+        print(
+            f"sparrow: warning: checkpoint {folder} is damaged: {damage}; "
+            f"renamed to {target.name}, trying the one before",
+            file=sys.stderr,
+        )
+
+    def _tidy(self) -> None:
+        """Remove what earlier saves and deletions left, and undo a replacement that was cut off."""
+        for old in self._directory.glob("replaced_step_*"):
+            final = self._directory / old.name.removeprefix("replaced_")
+            if final.exists():
+                self._delete(old)
+            else:
+                os.rename(old, final)
+        for folder in self._directory.glob("tmp_*"):
+            shutil.rmtree(folder)
+
+    def _delete(self, folder: Path) -> None:
+        """Rename first: a deletion cut off half-way must not look like a damaged checkpoint."""
+        doomed = self._directory / f"tmp_{folder.name}"
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+
+
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+def _named_arrays(tree: Any) -> dict[str, jax.Array]:
+    """Leaves by their path, e.g. params.layers.q_LDNH; in the order of the tree."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+    assert len(named) == len(leaves)
+    return named
+
+
+def _described(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
+
+
+def _refuse_other_model(folder: Path, saved: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    for name in sorted({*ours, *saved}, reverse=True):  # params before opt_state
+        if saved.get(name) != ours.get(name):
+            raise UserError(
+                f"{folder}: belongs to another model or optimizer: {name} expected "
+                f"{ours.get(name, 'absent')}, found {saved.get(name, 'absent')}; name another run"
+            )
+
+
+def _write_manifest(
+    folder: Path, step: int, arrays: Mapping[str, jax.Array], extra: Mapping[str, Any]
+) -> None:
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    with ThreadPoolExecutor() as pool:
+        sums = list(pool.map(_crc32, paths))
+    files = {
+        p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "crc32": crc}
+        for p, crc in zip(paths, sums, strict=True)
+    }
+    manifest = {
+        "format": _FORMAT,
+        "step": step,
+        "extra": extra,
+        "files": files,
+        "arrays": _described(arrays),
+    }
+    text = json.dumps(manifest)
+    manifest = json.loads(text) | {"crc32": zlib.crc32(text.encode())}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
+
+
+def _verified_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, after every byte of the checkpoint has been compared with it."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="ascii"))
+        expected = manifest.pop("crc32")
+    except OSError as error:
+        raise _Damaged(f"{_MANIFEST} cannot be read ({error.strerror})") from error
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise _Damaged(f"{_MANIFEST} is not what was written") from error
+    if zlib.crc32(json.dumps(manifest).encode()) != expected:
+        raise _Damaged(f"{_MANIFEST} is not what was written (checksum differs)")
+    if manifest["format"] != _FORMAT:
+        raise UserError(
+            f"{folder}: has format {manifest['format']}, expected {_FORMAT}; "
+            "go on with the version of sparrow that wrote it"
+        )
+    with ThreadPoolExecutor() as pool:
+        files = manifest["files"].items()
+        reasons = list(pool.map(lambda item: _fault(folder / item[0], item[0], **item[1]), files))
+    for reason in filter(None, reasons):
+        raise _Damaged(reason)
+    return manifest
+
+
+def _fault(path: Path, name: str, bytes: int, crc32: int) -> str | None:
+    """What is wrong with a file, or None."""
+    try:
+        size = path.stat().st_size
+        if size != bytes:
+            return f"{name} has {size} bytes, expected {bytes}"
+        if _crc32(path) != crc32:
+            return f"{name} has another checksum than when it was written"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _sync_tree(folder: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_sync, [*folder.rglob("*"), folder]))
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

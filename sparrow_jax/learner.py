@@ -1,0 +1,162 @@
+"""GRPO update: clipped, importance-corrected policy gradient with AdamW, in micro-batches.
+
+Loss of a minibatch (arXiv 2606.08446, RL recipe), with w the detached correction weight:
+
+    - sum_t w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) / denominator
+      + kl_coef * sum_t k3(logp_ref_t - logp_t) / denominator,      rho = exp(logp - logp_old)
+
+Micro-batches return sums; the division by the minibatch's token count comes last, so their split
+cannot change the gradient. In the first minibatch after a rollout the weights are those that scored
+it, so logp_old is the pass's own logp, detached: rho is exactly 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from common.config import Config, LearnerConfig
+from common.types import MicroBatch, TrainBatch
+from sparrow_jax import sharding
+from sparrow_jax.scorer import token_logprobs
+
+FIELDS = ("tokens_BT", "loss_mask_BT", "advantage_BT", "weight_BT", "logp_old_BT", "logp_ref_BT")
+
+
+def make_optimizer(c: LearnerConfig) -> optax.GradientTransformation:
+    """AdamW with linear warm-up, after clipping by global norm."""
+    rate = optax.linear_schedule(
+        c.learning_rate / max(c.warmup_steps, 1), c.learning_rate, c.warmup_steps
+    )
+    adamw = optax.adamw(rate, b1=c.beta1, b2=c.beta2, weight_decay=c.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), adamw)
+
+
+def policy_loss_sum(logp, batch: Mapping[str, jax.Array], clip_low, clip_high, kl_coef, fresh):
+    """Summed loss of a micro-batch and sums for the log; `fresh` = first minibatch of a rollout."""
+    mask, A = batch["loss_mask_BT"], batch["advantage_BT"]
+    old = jnp.where(fresh, jax.lax.stop_gradient(logp), batch["logp_old_BT"])
+    rho = jnp.exp(jnp.where(mask, logp - old, 0.0))
+    clipped = jnp.clip(rho, 1 - clip_low, 1 + clip_high)
+    objective = batch["weight_BT"] * jnp.minimum(rho * A, clipped * A)
+    delta = jnp.where(mask, batch["logp_ref_BT"] - logp, 0.0)
+    k3 = jnp.exp(delta) - delta - 1
+    loss = -jnp.sum(jnp.where(mask, objective - kl_coef * k3, 0.0))
+    is_clipped = mask & (clipped * A < rho * A)
+    drift = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logp) - batch["logp_old_BT"]), 0.0)
+    sums = {
+        "loss": loss,
+        "clipped": is_clipped.sum().astype(jnp.float32),
+        "k3": jnp.where(mask, k3, 0.0).sum(),
+        "drift": jnp.where(fresh, drift.max(), 0.0),
+    }
+    return loss, sums
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "dtype", "remat"), donate_argnames=("grads",))
+def _accumulate(params, grads, batch, numbers, fresh, temperature, *, graph, dtype, remat):
+    """grads + gradient of one micro-batch's summed loss."""
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        logp, _ = token_logprobs(model, batch["tokens_BT"], temperature, dtype=dtype, remat=remat)
+        return policy_loss_sum(logp, batch, *numbers, fresh)
+
+    (_, sums), new = jax.value_and_grad(loss, has_aux=True)(params)
+    return jax.tree.map(jnp.add, grads, new), sums
+
+
+@functools.partial(
+    jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "state", "grads")
+)
+def _apply(params, state, grads, denominator, *, optimizer):
+    """One optimizer step; also the gradient norm before clipping."""
+    grads = jax.tree.map(lambda g: g / denominator, grads)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, optax.global_norm(grads)
+
+
+class JaxLearner:
+    """Master weights in float32 and optimizer state, sharded over the mesh."""
+
+    def __init__(self, graph, params, config: Config, dtype):
+        self.graph, self.config, self.dtype = graph, config, dtype
+        self.mesh = sharding.make_mesh(config.learner.mesh)
+        self.optimizer = make_optimizer(config.learner)
+        # A copy: update donates its buffers, and the start weights may serve as reference.
+        self._params = sharding.shard_params(jax.tree.map(jnp.array, params), self.mesh)
+        self._opt_state = self.optimizer.init(self._params)
+
+    @property
+    def params(self):
+        """Current weights; valid until the next update, which reuses their memory."""
+        return self._params
+
+    def state_dict(self):
+        """What a checkpoint holds: plain nested dicts and lists of arrays."""
+        return {
+            "params": nnx.to_pure_dict(self._params),
+            "opt_state": jax.tree.leaves(self._opt_state),
+        }
+
+    def load_state_dict(self, state) -> None:
+        """Take a state made by state_dict of a learner with the same geometry."""
+        nnx.replace_by_pure_dict(self._params, state["params"])
+        tree = jax.tree.structure(self._opt_state)
+        self._opt_state = jax.tree.unflatten(tree, state["opt_state"])
+
+    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+        """One optimizer step per minibatch that has a signal; means over the whole batch."""
+        totals = {"loss": 0.0, "clipped": 0.0, "k3": 0.0}
+        norms, drift = [], 0.0
+        for i, (micro, denominator) in enumerate(
+            zip(batch.minibatches, batch.denominators, strict=True)
+        ):
+            if not micro or denominator == 0:
+                continue
+            sums = self._step(micro, denominator, fresh=not norms and i == 0)
+            norms.append(sums.pop("norm"))
+            drift = max(drift, sums.pop("drift"))
+            totals = {k: totals[k] + sums[k] for k in totals}
+        tokens = max(sum(batch.denominators), 1.0)
+        return {
+            "grpo/loss": totals["loss"] / tokens,
+            "grpo/grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "grpo/clip_fraction": totals["clipped"] / tokens,
+            "grpo/kl_reference": totals["k3"] / tokens,
+            "grpo/ratio_first_minibatch": float(np.exp(drift)),
+            "grpo/num_updates": float(len(norms)),
+        }
+
+    def _step(self, micro: list[MicroBatch], denominator: float, fresh: bool) -> dict[str, float]:
+        c, grpo = self.config.learner, self.config.grpo
+        grads = jax.tree.map(jnp.zeros_like, self._params)
+        numbers = (grpo.clip_low, grpo.clip_high, grpo.kl_coef)
+        sums: list[dict] = []
+        for m in micro:
+            grads, s = _accumulate(
+                self._params, grads, self._place(m), numbers, fresh,
+                np.float32(self.config.rollout.temperature),
+                graph=self.graph, dtype=self.dtype, remat=c.remat,
+            )  # fmt: skip
+            sums.append(s)
+        self._params, self._opt_state, norm = _apply(
+            self._params, self._opt_state, grads, np.float32(denominator), optimizer=self.optimizer
+        )
+        sums = jax.device_get(sums)
+        out = {k: float(np.sum([s[k] for s in sums])) for k in ("loss", "clipped", "k3")}
+        return out | {"drift": max(float(s["drift"]) for s in sums), "norm": float(norm)}
+
+    def _place(self, m: MicroBatch) -> dict[str, jax.Array]:
+        """Rows padded to a multiple of the data x fsdp devices and spread over them."""
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        pad = -len(m.tokens_BT) % shards
+        where = sharding.batch_sharding(self.mesh)
+        arrays = {f: np.pad(getattr(m, f), ((0, pad), (0, 0))) for f in FIELDS}
+        return {f: jax.device_put(a, where) for f, a in arrays.items()}

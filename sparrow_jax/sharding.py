@@ -1,0 +1,42 @@
+"""Devices: one mesh with axes data, fsdp and tensor; a single device is the 1 x 1 x 1 mesh."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparrow_jax.model import PARTITION
+
+BATCH = P(("data", "fsdp"))
+
+
+def make_mesh(shape: tuple[int, int, int]) -> Mesh:
+    """Mesh of the first data x fsdp x tensor devices."""
+    needed, have = shape[0] * shape[1] * shape[2], len(jax.devices())
+    if needed > have:
+        raise ValueError(f"learner.mesh={shape} needs {needed} devices, this process sees {have}")
+    names = ("data", "fsdp", "tensor")
+    devices = jax.devices()[:needed]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def shard_params(params, mesh: Mesh):
+    """Place every parameter by its entry of PARTITION (matched by its own name)."""
+
+    def place(path, value):
+        spec = PARTITION[_name(path)]
+        return jax.device_put(value, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def _name(path) -> str:
+    """Last named step of a tree path, e.g. q_LDNH."""
+    names = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
+    return next(name for name in reversed(names) if name in PARTITION)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over data and fsdp."""
+    return NamedSharding(mesh, BATCH)

@@ -1,0 +1,162 @@
+"""Supervised start of a from-scratch policy: curriculum on the task's own demonstrations.
+
+Stages go from small to large problems; a stage ends when the running probability of the right
+decision token (a look-up) reaches its goal, or at its step limit: slow seeds get their time.
+A last phase on imperfect demonstrations leaves room for reinforcement learning.
+Batches are a pure function of (seed, step); the state is checkpointed, so a killed warm-up goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from common import tasks
+from common.config import Config
+from common.errors import UserError
+from common.progress import Progress
+from common.run_dir import RunDir
+from sparrow_jax import backend, hf
+from sparrow_jax.checkpoint import Checkpoints
+from sparrow_jax.scorer import token_logprobs
+
+SAVE_EVERY = 200
+SMOOTHING = 0.1
+PROMPT_WEIGHT = 0.1
+"""Weight of prompt tokens that repeat what was stated before: a second source of look-ups."""
+
+
+class Trainer:
+    """Weights and AdamW state of the supervised phase (state_dict as the learner's)."""
+
+    def __init__(self, config: Config, vocab_size: int):
+        self.geometry, self.graph, self.params = backend.init_model(config, vocab_size)
+        self.dtype = backend.compute_dtype(config.learner.dtype)
+        w = config.warmup
+        rate = optax.join_schedules(
+            [
+                optax.linear_schedule(0, w.learning_rate, 50),
+                optax.constant_schedule(w.learning_rate),
+            ],
+            [50],
+        )
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)
+        )
+        self.opt_state = self.optimizer.init(self.params)
+
+    def state_dict(self) -> Any:
+        return {
+            "params": nnx.to_pure_dict(self.params),
+            "opt_state": jax.tree.leaves(self.opt_state),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        nnx.replace_by_pure_dict(self.params, state["params"])
+        tree = jax.tree.structure(self.opt_state)
+        self.opt_state = jax.tree.unflatten(tree, state["opt_state"])
+
+    def step(self, tokens, weight, decision) -> float:
+        """One update; the mean probability of the right token at decisions."""
+        self.params, self.opt_state, probability = _step(
+            self.params, self.opt_state, tokens, weight, decision,
+            graph=self.graph, dtype=self.dtype, optimizer=self.optimizer,
+        )  # fmt: skip
+        return float(probability)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "dtype", "optimizer"), donate_argnames=("params", "state")
+)
+def _step(params, state, tokens_BT, weight_BT, decision_BT, *, graph, dtype, optimizer):
+    def loss(params):
+        model = nnx.merge(graph, params)
+        logp, _ = token_logprobs(model, tokens_BT, 1.0, dtype=dtype, remat=False)
+        right = jnp.sum(jnp.exp(logp) * decision_BT) / jnp.maximum(decision_BT.sum(), 1)
+        return -jnp.sum(logp * weight_BT) / weight_BT.sum(), right
+
+    (_, right), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, right
+
+
+def warmup(config: Config, run: RunDir) -> None:
+    """Train until every stage is done; writes RUN/model. A finished warm-up is left alone."""
+    task = tasks.build_task(config.task)
+    if not hasattr(task, "demonstration"):
+        raise UserError(f"task.name={config.task.name!r} has no demonstrations to warm up on")
+    if (run.path / "model" / "config.json").is_file():
+        print(f"{run.path}/model is there already; nothing to do")
+        return
+    trainer = Trainer(config, task.vocab_size)
+    checkpoints = Checkpoints(run.path / "checkpoints", trainer, config.keep_checkpoints)
+    state = checkpoints.restore() or {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}
+    size = sum(x.size for x in jax.tree.leaves(trainer.params))
+    print(f"warm-up of a policy with {size:,} parameters from step {state['step']}")
+    with contextlib.closing(checkpoints), Progress("warm-up") as progress:
+        stages = [*config.warmup.stages, _last_stage(config)]
+        for number in range(state["stage"], len(stages)):
+            state = _run_stage(config, task, trainer, checkpoints, stages, number, state, progress)
+    hf.save(run.path / "model", trainer.geometry, trainer.params)
+    print(f"wrote {run.path}/model")
+
+
+def _last_stage(config: Config) -> tuple[float, ...]:
+    """The phase on imperfect demonstrations, at the task's own sizes; runs to its step limit."""
+    w, args = config.warmup, config.task.args
+    return (w.noise_steps, w.noise_batch, args["min_entries"], args["max_entries"], 2.0)
+
+
+def _run_stage(config, task, trainer, checkpoints, stages, number, state, progress):
+    """Train one stage to its goal; the state with which the next one starts."""
+    max_steps, batch, low, high, goal = stages[number]
+    noise = config.warmup.noise if number == len(stages) - 1 else 0.0
+    step, right, start = state["step"], state["right"], time.monotonic()
+    total = int(sum(s[0] for s in stages))
+    for stage_step in range(state["stage_step"], int(max_steps)):
+        data = demonstrations(
+            task, config.warmup.seed, step, int(batch), int(low), int(high), noise
+        )
+        probability = trainer.step(*data)
+        right += (probability - right) * max(SMOOTHING, 1 / (stage_step + 1))
+        step += 1
+        progress(step, total)
+        done = stage_step >= 10 and right >= goal
+        if step % SAVE_EVERY == 0 and not done:
+            here = {"step": step, "stage": number, "stage_step": stage_step + 1, "right": right}
+            checkpoints.save(step, here)
+        if done:
+            break
+    progress.print(
+        f"stage {number + 1}/{len(stages)}: {int(low)}-{int(high)} facts, step {step}, "
+        f"right look-ups {right:.3f}, {time.monotonic() - start:.0f} s"
+    )
+    return {"step": step, "stage": number + 1, "stage_step": 0, "right": 0.0}
+
+
+def demonstrations(task, seed, step, batch, low, high, noise):
+    """tokens int32 [B, T], loss weight and decision mask float32 [B, T]; pure in (seed, step)."""
+    rng = np.random.default_rng([seed, step])
+    shown = [task.demonstration(rng, low, high, noise) for _ in range(batch)]
+    sizes = dataclasses.replace(task, min_entries=low, max_entries=high)
+    longest = -(-(sizes.max_prompt_tokens + sizes.max_response_tokens) // 32) * 32
+    tokens = np.zeros((batch, longest), np.int32)
+    weight, decision = (
+        np.zeros((batch, longest), np.float32),
+        np.zeros((batch, longest), np.float32),
+    )
+    for i, (prompt, response, decides) in enumerate(shown):
+        n, m = len(prompt), len(prompt) + len(response)
+        tokens[i, :n], tokens[i, n:m] = prompt, response
+        weight[i, n:m], decision[i, n:m] = 1.0, decides
+        weight[i, :n] = PROMPT_WEIGHT * task.stated_before(prompt)
+    return tokens, weight, decision

@@ -1,0 +1,243 @@
+"""The command line as a user meets it: help, one line and status 2, Ctrl-C, bugs."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from common import cli, overrides, run_dir, schedule
+from common.commands import COMMANDS
+from common.config import Config
+from common.errors import UserError, is_user_error
+
+FLAT = schedule.Schedule(page_size=16, bin_tokens=8, budgets=(4,))
+RECIPE = "from common.config import Config\ndef get_config():\n    return Config()\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An own working directory with the recipe r.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").write_text(RECIPE)
+    return tmp_path
+
+
+def fails(capsys, line, status=2):
+    """Run `sparrow LINE` in this process; its one line on stderr."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert cli.main(shlex.split(line)) == status
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("sparrow: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("trian", "did you mean `sparrow train`?"),
+        ("zzz", "expected one of warmup, train"),
+        ("--config=r.py train", "name the command first"),
+        ("train --config=r.py", "--run is missing"),
+        ("train --run=x", "--config is missing"),
+        ("train --run=x --config=q.py", "--config=q.py: no such file"),
+        ("train --run=x --rnu=y --config=r.py", "Did you mean: run"),
+        ("train --run", "Missing value for flag --run"),
+        ("train extra --run=x --config=r.py", "extra: not a flag"),
+        ("train --run=x --config=r.py --config.num_stps=1", "did you mean --config.num_steps?"),
+        ("train --run=x --config=r.py --config.num_steps=a", "expected a whole number"),
+        ("train --run=x --config=r.py --model=nowhere", "--model=nowhere: no config.json"),
+        ("train --run=r.py --config=r.py", "--run=r.py: is a file"),
+        ("train --run=. --config=r.py", "holds no run of sparrow"),
+        ("train --run=x --config=r.py --config.rollout.engine=vllm", "not built in yet"),
+        ("train --run=x --core=a --config=r.py", "flag --core=a"),
+        ("profile --config=r.py --out=.", "--out=.: is a directory"),
+        ("profile --config=r.py --out=r.py/x.json", "cannot be written"),
+        ("schedule", "either --profile=FILE or --preset=NAME"),
+        ("schedule --profile=p.json", "--profile=p.json: no such file"),
+        ("schedule --profile=bad.json", "bad.json"),
+        ("schedule --preset=qwen-14b-0.86", "did you mean qwen3-14b-0.86?"),
+        ("schedule --preset=qwen3-1.7b-0.86 --tau=0.9", "have no effect with --preset"),
+        ("eval --config=r.py", "either --run=RUN or"),
+        ("eval --run=x", "x: no run of sparrow"),
+        ("report", "expected RUN..."),
+        ("report r.py", "r.py: no run of sparrow"),
+        ("bench encode", "expected `sparrow bench decode`"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_status_2(folder, capsys, line, part):
+    (folder / "bad.json").write_text('{"format": "sparrow-profile-1", "rows"')
+    before = sorted(os.listdir(folder))
+    assert part in fails(capsys, line)
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_eval_of_an_unfinished_run_says_so(folder, capsys):
+    run_dir.open_run("a", Config(), "train").close()
+    assert "--run=a: has no finished model yet" in fails(capsys, "eval --run=a")
+
+
+def test_the_process_itself_exits_with_2_and_no_traceback(sparrow, tmp_path):
+    result = sparrow("train", "--config=nowhere.py", f"--run={tmp_path / 'x'}")
+    assert result.returncode == 2
+    assert result.stderr.startswith("sparrow: --config=nowhere.py: no such file")
+    assert result.stderr.count("\n") == 1
+    result = sparrow("train", "--config=nowhere.py", f"--run={tmp_path / 'x'}", "--debug")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_help_names_every_command_and_loads_no_heavy_library(tmp_path):
+    program = (
+        "import sys; from common import cli; cli.main(['help']); cli.main(['train', '--help'])\n"
+        "cli.main(['help', 'config'])\n"
+        "print(sorted({'jax', 'torch', 'matplotlib', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for name, command in COMMANDS.items():
+        assert name in result.stdout and command.summary in result.stdout
+    assert "--config.rollout.temperature=1.0" in result.stdout
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=list(COMMANDS))
+def test_help_of_a_command_shows_flags_and_an_example_that_parses(command):
+    text = cli.help_text(command)
+    for flag in command.flags:
+        assert f"--{flag.name} " in text
+    words = shlex.split(command.example)
+    assert words[:2] == ["sparrow", command.name]
+    arguments = cli.parse_arguments(command, words[2:])
+    assert arguments.config_file in (None, "configs/demo.py")
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_preset_writes_a_schedule_that_loads_and_its_plot(folder, capsys):
+    assert cli.main(["schedule", "--preset=qwen3-1.7b-0.86", "--out=s/x.json"]) == 0
+    assert "qwen3-1.7b-0.86" in capsys.readouterr().out
+    found = schedule.load("s/x.json", page_size=16)
+    assert found.budgets[:3] == (29, 61, 93)  # paper, section 4
+    assert (folder / "s" / "x.svg").read_text().count("<svg") == 1
+
+
+def profile_file(path):
+    """k = 4 holds p5 >= 0.86 in bin 0 only, k = 8 in both; p1 of bin 1 needs more than k = 8."""
+    rows = []
+    for k, number, p5, p1 in [(4, 0, 0.95, 0.9), (4, 1, 0.5, 0.1), (8, 0, 1, 1), (8, 1, 0.9, 0.6)]:
+        row = {"k": k, "bin": number, "start": 64 * number, "end": 64 * (number + 1)}
+        row |= {"count": 900, "num_sequences": 64, "mean": 0.99, "p50": 1.0, "enough": True}
+        row |= {"p5": p5, "p1": p1, "share_above_0_999": 0.8}
+        row |= {name: value for name, value in [("p5_low", p5), ("p5_high", p5)]}
+        row |= {name: value for name, value in [("p1_low", p1), ("p1_high", p1)]}
+        rows.append(row)
+    data = {"format": "sparrow-profile-1", "model": "m", "page_size": 16, "bin_tokens": 64}
+    path.write_text(json.dumps({**data, "quantiles": [0.01, 0.05], "rows": rows}))
+
+
+def test_schedule_takes_tau_and_quantile_from_flags_recipe_or_defaults(folder, capsys):
+    profile_file(folder / "p.json")
+    (folder / "strict.py").write_text(
+        "from common.config import Config, MismatchConfig\n"
+        "def get_config():\n    return Config(mismatch=MismatchConfig(tau=0.92))\n"
+    )
+    for flags, budgets in [
+        ([], (4, 8)),
+        (["--tau=0.96"], (8, schedule.DENSE)),
+        (["--quantile=0.01"], (4, schedule.DENSE)),
+        (["--config=strict.py"], (4, schedule.DENSE)),
+        (["--config=strict.py", "--tau=0.4"], (4, 4)),
+        (["--config=strict.py", "--config.mismatch.tau=0.4"], (4, 4)),
+    ]:
+        assert cli.main(["schedule", "--profile=p.json", "--out=s.json", *flags]) == 0
+        assert schedule.load("s.json", page_size=16).budgets == budgets, flags
+        assert (folder / "s.svg").stat().st_size > 1000
+        (folder / "s.svg").unlink()
+    assert "(4, 8)" not in capsys.readouterr().err
+
+
+STAND_IN = """
+import signal, sys, time, types
+loop = types.ModuleType("common.loop")
+def train(config, run):
+    print("started", flush=True)
+    {body}
+loop.train = train
+sys.modules["common.loop"] = loop
+from common import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def start(body, folder, *more):
+    program = STAND_IN.format(body=body)
+    command = [sys.executable, "-c", program, "train", "--config=r.py", "--run=x", *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # as a shell starts background jobs
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert process.stdout.readline() == "started\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_cleanly(folder, number):
+    process = start("time.sleep(60)", folder)
+    began = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "sparrow: stopped; the same command resumes\n"
+    assert time.monotonic() - began < 20
+
+
+def test_a_bug_keeps_its_traceback_and_status_1(folder):
+    process = start("int('three')", folder)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "Traceback" in err and "invalid literal for int()" in err
+
+
+def test_core_binds_the_process_to_one_core(folder):
+    if not hasattr(os, "sched_getaffinity"):
+        pytest.skip("needs Linux")
+    process = start(
+        "import os; print(os.sched_getaffinity(0), file=sys.stderr)", folder, "--core=1"
+    )
+    _, err = process.communicate(timeout=30)
+    cores = sorted(os.sched_getaffinity(0))
+    assert err == f"{ {cores[1 % len(cores)]} }\n"
+
+
+def caught(function, *arguments):
+    with pytest.raises(ValueError) as error:
+        function(*arguments)
+    return error.value
+
+
+def test_a_check_of_ours_is_the_users_mistake_and_a_library_error_is_not():
+    assert is_user_error(UserError("x"))
+    assert is_user_error(caught(lambda: schedule.resolve("k=x", page_size=16, bin_tokens=8)))
+    assert is_user_error(caught(lambda: schedule.Schedule(page_size=16, bin_tokens=8, budgets=())))
+    assert is_user_error(caught(lambda: overrides.from_dict({"num_steps": "x"})))
+    assert not is_user_error(caught(int, "three"))
+    assert not is_user_error(caught(json.loads, "{"))
+    unequal = [np.zeros(2), np.zeros(3)]  # numpy complains from a line of ours, no `raise` of ours
+    assert not is_user_error(caught(schedule.Schedule.budgets_at, FLAT, unequal))

@@ -1,0 +1,162 @@
+"""Mismatch statistics: hand-worked bins, intervals that respect sequences, verdicts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import mismatch, oracles
+
+OPTIONS = {"bin_tokens": 4, "min_tokens": 1}
+
+
+def one_bin(values, **more):
+    values = (
+        np.array(values, np.float64).reshape(1, -1) if np.ndim(values) < 2 else np.array(values)
+    )
+    options = {"bin_tokens": values.shape[1], "min_tokens": 1} | more
+    (stats,) = mismatch.statistics(values, np.ones(values.shape, bool), **options)
+    return stats
+
+
+def test_quantiles_of_1_to_100_by_hand():
+    # .01, ..., 1.00: p1 = sorted[ceil(1) - 1] = .01; p5 = sorted[4] = .05; p50 = sorted[49] = .50
+    got = one_bin(np.random.default_rng(0).permutation(np.arange(1, 101) / 100))
+    assert (got.p1, got.p5, got.p50) == (0.01, 0.05, 0.5)
+    assert got.mean == pytest.approx(0.505) and got.count == 100 and got.num_sequences == 1
+    assert got.share_above_0_999 == 0.01
+    # ten values: p1, p5 -> ceil(.1) - 1 = 0, ceil(.5) - 1 = 0; p50 -> sorted[4]
+    got = one_bin(np.arange(10) / 10)
+    assert (got.p1, got.p5, got.p50) == (0.0, 0.0, 0.4)
+    # 60 values, .05 * 60 = 3: sorted[2]
+    assert one_bin(np.arange(60) / 60).p5 == 2 / 60
+
+
+def test_bins_are_positions_in_the_sequence():
+    alpha = np.array([[9, 9, 0.9, 0.8, 0.7, 9], [9, 0.5, 0.6, 0.4, 1.0, 0.3]])  # 9 = masked out
+    mask = alpha < 9
+    first, second = mismatch.statistics(alpha, mask, **OPTIONS | {"min_tokens": 4})
+    # bin 0 (t < 4): .9 .8 .5 .6 .4, sorted .4 .5 .6 .8 .9; bin 1: .7 1 .3
+    assert (first.bin, first.start, first.end, first.count) == (0, 0, 4, 5)
+    assert first.mean == pytest.approx(0.64) and first.p50 == 0.6 and first.p5 == 0.4
+    assert (second.bin, second.start, second.count, second.p50) == (1, 4, 3, 0.7)
+    assert first.enough and not second.enough
+    assert first.num_sequences == second.num_sequences == 2
+
+
+def test_bins_without_tokens_are_left_out():
+    mask = np.zeros((1, 20), bool)
+    mask[0, 17] = True
+    assert [s.bin for s in mismatch.statistics(np.ones((1, 20)), mask, **OPTIONS)] == [4]
+    assert mismatch.statistics(np.ones((1, 20)), np.zeros((1, 20), bool), **OPTIONS) == []
+
+
+@pytest.mark.parametrize("bad", [-1e-5, 1 + 1e-5, np.nan])
+def test_alpha_outside_0_1_is_refused_in_the_mask_only(bad):
+    alpha, mask = np.ones((2, 3)), np.ones((2, 3), bool)
+    alpha[1, 2] = bad
+    with pytest.raises(ValueError, match=r"alpha_BT\[1, 2\]"):
+        mismatch.statistics(alpha, mask, **OPTIONS)
+    mask[1, 2] = False
+    assert mismatch.statistics(alpha, mask, **OPTIONS)[0].mean == 1
+
+
+def test_rounding_beyond_0_1_is_clipped():
+    got = one_bin([1 + 5e-7, -5e-7])
+    assert got.mean == 0.5 and got.p5 == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 30))
+def test_order_of_rows_is_irrelevant_and_quantiles_rise(seed, num_rows, width):
+    rng = np.random.default_rng(seed)
+    alpha = np.round(rng.beta(5, 0.5, (num_rows, width)), 2)
+    mask = rng.uniform(size=alpha.shape) < 0.8
+    got = mismatch.statistics(alpha, mask, bin_tokens=7, min_tokens=3, num_bootstrap=20)
+    order = rng.permutation(num_rows)
+    moved = mismatch.statistics(
+        alpha[order], mask[order], bin_tokens=7, min_tokens=3, num_bootstrap=20
+    )
+    assert got == moved
+    assert sum(s.count for s in got) == mask.sum()
+    for s in got:
+        assert 0 <= s.p1 <= s.p5 <= s.p50 <= 1 and 0 <= s.mean <= 1
+        assert 0 <= s.p1_low <= s.p1_high <= 1 and 0 <= s.p5_low <= s.p5_high <= 1
+        assert s.enough == (s.count >= 3)
+
+
+def test_interval_comes_from_sequences_not_from_tokens():
+    # two kinds of sequences, constant inside: 8 tokens of one are one observation, not 8
+    rng = np.random.default_rng(0)
+    per_sequence = np.repeat(rng.uniform(0.3, 1, (20, 1)), 50, axis=1)
+    shuffled = rng.permutation(per_sequence.ravel()).reshape(20, 50)
+    dependent, independent = one_bin(per_sequence), one_bin(shuffled)
+    assert dependent.p5 == independent.p5
+    assert dependent.p5_low <= dependent.p5 <= dependent.p5_high
+    assert dependent.p5_high - dependent.p5_low > 2 * (independent.p5_high - independent.p5_low)
+
+
+def test_interval_covers_the_true_percentile():
+    rng = np.random.default_rng(1)
+    truth = np.quantile(rng.beta(8, 1, 200_000), 0.05)
+    hits = 0
+    for trial in range(40):
+        s = one_bin(rng.beta(8, 1, (30, 40)), num_bootstrap=100, seed=trial)
+        hits += s.p5_low <= truth <= s.p5_high
+    assert 34 <= hits  # 95 % of 40 = 38
+
+
+def test_one_sequence_has_no_interval():
+    got = one_bin(np.linspace(0.5, 1, 30))
+    assert (got.p5_low, got.p5_high, got.p1_low, got.p1_high) == (0, 1, 0, 1)
+
+
+def stats_of(**by_bin):
+    base = one_bin(np.full((2, 50), 0.9))
+    return [
+        dataclasses.replace(base, bin=int(name[1:]), p1=p1, p5=p5, enough=enough)
+        for name, (p1, p5, enough) in by_bin.items()
+    ]
+
+
+def test_verdict_needs_every_judged_bin():
+    stats = stats_of(b0=(0.5, 0.95, True), b1=(0.4, 0.86, True), b3=(0.0, 0.1, False))
+    assert mismatch.tail(stats, 0.05) == {0: 0.95, 1: 0.86}
+    assert mismatch.tail(stats, 0.01) == {0: 0.5, 1: 0.4}
+    good = mismatch.verdict(stats, 0.86, 0.05)
+    assert good.meets is True and good.failing == () and good.unjudged == (3,)
+    assert (good.worst_bin, good.worst) == (1, 0.86)
+    bad = mismatch.verdict(stats, 0.861, 0.05)
+    assert bad.meets is False and bad.failing == (1,)
+    assert mismatch.verdict(stats, 0.86, 0.01).failing == (0, 1)
+    none = mismatch.verdict(stats[2:], 0.86, 0.05)
+    assert none.meets is None and none.worst is None and none.unjudged == (3,)
+    with pytest.raises(ValueError, match="quantile"):
+        mismatch.tail(stats, 0.1)
+
+
+def test_topk_estimate_by_hand_and_as_a_lower_bound():
+    # dense {1: .6, 2: .3}, sparse {2: .5, 3: .4}: only token 2 is in both: min(.3, .5)
+    got = mismatch.topk_estimate(
+        np.log([[0.6, 0.3]]), np.array([[1, 2]]), np.log([[0.5, 0.4]]), np.array([[2, 3]])
+    )
+    np.testing.assert_allclose(got, [0.3])
+    rng = np.random.default_rng(0)
+    dense = rng.normal(0, 2, (30, 40))
+    sparse = dense + rng.normal(0, 0.5, (30, 40))
+    alpha = oracles.acceptance_overlap(dense, sparse)
+    logp_dense, logp_sparse = oracles.log_softmax(dense), oracles.log_softmax(sparse)
+    previous = np.zeros(30)
+    for top in (1, 5, 20, 40):
+        ids_d, ids_s = (np.argsort(-x, axis=1)[:, :top] for x in (dense, sparse))
+        got = mismatch.topk_estimate(
+            np.take_along_axis(logp_dense, ids_d, 1),
+            ids_d,
+            np.take_along_axis(logp_sparse, ids_s, 1),
+            ids_s,
+        )
+        assert (previous <= got + 1e-12).all() and (got <= alpha + 1e-12).all()
+        previous = got
+    np.testing.assert_allclose(got, alpha, rtol=1e-12)  # all tokens listed: exact

@@ -1,0 +1,177 @@
+"""Run directories: what is refused, what may change, what a kill -9 leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common import overrides, run_dir
+from common.config import Config, RolloutConfig, TaskConfig
+from common.errors import UserError
+
+
+def refused(path, config=None, command="train"):
+    with pytest.raises(UserError) as caught:
+        run_dir.open_run(path, config or Config(), command)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def give_result(path):
+    (path / "metrics.jsonl").write_text('{"step": 0}\n')
+
+
+def test_a_new_run_records_config_machine_and_versions(tmp_path):
+    path = tmp_path / "a" / "b"
+    config = Config(num_steps=3, task=TaskConfig(args={"n": 1}))
+    with run_dir.open_run(path, config, "train") as run:
+        assert not run.resumed
+        assert (run.path, run.config, run.command) == (path, config, "train")
+    assert run_dir.read_config(path) == config
+    record = json.loads((path / "run.json").read_text())
+    assert record["command"] == "train"
+    assert record["machine"]["cpus"] == os.cpu_count()
+    assert record["versions"]["numpy"].count(".") == 2
+    assert record["starts"] == [record["started"]]
+    assert os.uname().nodename not in json.dumps(record["machine"])
+    assert sorted(os.listdir(path)) == ["config.json", "run.json", "run.lock"]
+
+
+def test_the_same_command_goes_on_and_may_be_longer(tmp_path):
+    run_dir.open_run(tmp_path, Config(num_steps=3), "train").close()
+    give_result(tmp_path)
+    longer = Config(num_steps=9, eval_every=2, checkpoint_every=3, keep_checkpoints=4, name="n")
+    with run_dir.open_run(tmp_path, longer, "train") as run:
+        assert run.resumed
+    assert run_dir.read_config(tmp_path) == longer
+    assert len(json.loads((tmp_path / "run.json").read_text())["starts"]) == 2
+
+
+def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost(tmp_path):
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    give_result(tmp_path)
+    before = (tmp_path / "config.json").read_bytes(), (tmp_path / "run.json").read_bytes()
+    other = Config(
+        num_steps=7, rollout=RolloutConfig(temperature=0.5), task=TaskConfig(args={"n": 1})
+    )
+    message = refused(tmp_path, other)
+    assert "differs in rollout.temperature, task.args.n:" in message
+    assert "num_steps" not in message
+    assert "sparrow train" in refused(tmp_path, command="warmup")
+    assert before == ((tmp_path / "config.json").read_bytes(), (tmp_path / "run.json").read_bytes())
+    run_dir.open_run(tmp_path, Config(), "train").close()  # the refusal left no lock behind
+
+
+def test_a_run_without_results_may_be_corrected(tmp_path):
+    run_dir.open_run(tmp_path, Config(rollout=RolloutConfig(schedule="tpyo.json")), "train").close()
+    (tmp_path / "metrics.jsonl").touch()
+    fixed = Config(rollout=RolloutConfig(schedule="dense"))
+    run_dir.open_run(tmp_path, fixed, "train").close()
+    assert run_dir.read_config(tmp_path) == fixed
+
+
+def test_a_file_and_a_foreign_directory_are_refused_untouched(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refused(tmp_path / "file")
+    assert "cannot be written" in refused(tmp_path / "file" / "run")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")  # a Hugging Face model has a config.json, too
+    assert "is not empty and holds no run of sparrow (found config.json)" in refused(model)
+    assert os.listdir(model) == ["config.json"]
+    (model / "run.json").write_text('{"kind": "something else"}')
+    assert "was not written by sparrow" in refused(model)
+    (model / "run.json").write_text("[")
+    assert "is no JSON" in refused(model)
+
+
+def test_a_directory_without_permission_is_refused(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    me = os.geteuid()
+    if me == 0:  # root may write everywhere: be nobody for a moment
+        os.seteuid(65534)
+    try:
+        assert "cannot be" in refused(closed)
+        assert "cannot be" in refused(closed / "new")
+    finally:
+        os.seteuid(me)
+
+
+def test_a_run_in_use_is_refused_and_free_after_kill_9(tmp_path):
+    program = (
+        "import os, sys, time\nfrom common import run_dir\nfrom common.config import Config\n"
+        "run = run_dir.open_run(sys.argv[1], Config(), 'train')\n"
+        "worker = os.fork()\n"  # a forked worker outlives its parent and must not hold the lock
+        "if worker: print(worker, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline())
+    try:
+        assert f"is in use by process {process.pid};" in refused(tmp_path)
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # it is alive still
+        run_dir.open_run(tmp_path, Config(), "train").close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_a_first_start_that_was_killed_between_its_two_writes_can_go_on(tmp_path):
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    (tmp_path / "config.json").unlink()
+    (tmp_path / ".config.json.abc.tmp").write_text("{")
+    with run_dir.open_run(tmp_path, Config(num_steps=2), "train") as run:
+        assert run.resumed
+    assert run_dir.read_config(tmp_path).num_steps == 2
+
+
+def test_read_config_wants_a_run(tmp_path):
+    with pytest.raises(UserError, match="no run of sparrow"):
+        run_dir.read_config(tmp_path)
+
+
+def test_atomic_write_replaces_whole_files_and_cleans_up(tmp_path, monkeypatch):
+    target = tmp_path / "x.json"
+    mask = os.umask(0o027)
+    try:
+        run_dir.atomic_write_text(target, "old")
+    finally:
+        os.umask(mask)
+    assert target.stat().st_mode & 0o777 == 0o640  # 0666 without 0027
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        run_dir.atomic_write_text(target, "new")
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_differing_config_of_an_older_sparrow_is_named_as_such(tmp_path):
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    give_result(tmp_path)
+    values = overrides.to_dict(Config())
+    values["rollout"]["gone"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert "config.json: rollout.gone: no such setting" in refused(tmp_path)
+
+
+def test_times_of_starts_are_utc(tmp_path):
+    before = time.time()
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    started = json.loads((tmp_path / "run.json").read_text())["started"]
+    assert started.endswith("+00:00")
+    import datetime
+
+    assert abs(datetime.datetime.fromisoformat(started).timestamp() - before) < 60

@@ -1,0 +1,324 @@
+"""Schedules: hand-worked budgets, files that are refused, published presets, search."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import presets, schedule
+from common.schedule import DENSE, Schedule, load, load_profile, resolve, search
+
+
+def make(budgets=(4, 8, DENSE), page_size=16, bin_tokens=64, **kw):
+    return Schedule(page_size=page_size, bin_tokens=bin_tokens, budgets=budgets, **kw)
+
+
+def test_budget_of_a_position():
+    """Bins of 64: 0..63 -> 4, 64..127 -> 8, from 128 on -> dense; the last bin holds beyond."""
+    s = make()
+    assert [s.budget(t) for t in (0, 63, 64, 127, 128, 10**9)] == [4, 4, 8, 8, DENSE, DENSE]
+    positions = np.array([[0, 63], [64, 5000]])
+    assert s.budgets_at(positions).tolist() == [[4, 4], [8, DENSE]]
+    assert s.budgets_at(positions).dtype == np.int32
+    assert (s.is_dense, s.max_budget) == (False, DENSE)
+    assert make((DENSE, DENSE)).is_dense
+
+
+@given(
+    budgets=st.lists(st.integers(0, DENSE), min_size=1, max_size=6),
+    positions=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    width=st.integers(1, 700),
+)
+def test_array_and_scalar_agree_and_files_keep_them(tmp_path_factory, budgets, positions, width):
+    s = make(tuple(budgets), bin_tokens=width, name="x")
+    assert s.budgets_at(np.array(positions)).tolist() == [s.budget(t) for t in positions]
+    again = schedule.parse(json.loads(json.dumps(s.to_json())))
+    assert again == s
+
+
+def test_share_of_pages():
+    """k = 4 and 8, pages of 16. Length 64: 4 pages, 4 + 3 >= 4: all 4. Length 128: query at 127,
+    bin 1, k = 8: all 8 pages. Length 320: query at 319, last bin, k = 8: 11 of 20 pages.
+    Length 113: 8 pages (7 full and one key), k = 8: 8. Sum (4 + 8 + 11 + 8) / (4 + 8 + 20 + 8)."""
+    assert make((4, 8)).share_of_pages([64, 128, 320, 113]) == pytest.approx(31 / 40)
+    # k = 0: three reserved pages of 20
+    assert make((0,)).share_of_pages([320]) == pytest.approx(3 / 20)
+    # length 65 is the first whose query (at 64) stands in bin 1: k = 0 then, 3 of 5 pages
+    assert make((9, 0)).share_of_pages([64]) == 1
+    assert make((9, 0)).share_of_pages([65]) == pytest.approx(3 / 5)
+    assert make((DENSE,)).share_of_pages([1, 100, 10**6]) == 1
+    with pytest.raises(ValueError, match="at least 1"):
+        make().share_of_pages([0])
+
+
+@pytest.mark.parametrize("k", [-1, 1.0, True, "8", None, DENSE + 1, np.float32(3), np.bool_(True)])
+def test_budgets_that_are_no_page_count_are_refused(k):
+    with pytest.raises(ValueError, match=r"budgets\[1\]=.*expected an integer"):
+        make((4, k))
+    data = make((4, 8)).to_json()
+    data["bins"][1]["k"] = k
+    with pytest.raises(ValueError, match=r"bins\[1\].k=.*expected an integer"):
+        schedule.parse(data)
+
+
+def test_numpy_integers_are_fine_and_become_int():
+    assert type(make((np.int64(4),)).budgets[0]) is int
+    with pytest.raises(ValueError, match="at least one bin"):
+        make(())
+    with pytest.raises(ValueError, match="position"):
+        make().budget(-1)
+
+
+def drop(bins):
+    del bins[1]
+
+
+def swap(bins):
+    bins[0], bins[1] = bins[1], bins[0]
+
+
+def overlap(bins):
+    bins[1]["start"] -= 1
+
+
+def hole(bins):
+    bins[1]["start"] += 1
+
+
+def narrow(bins):
+    bins[2]["end"] -= 10
+
+
+def double(bins):
+    bins.insert(1, dict(bins[1]))
+
+
+@pytest.mark.parametrize("fault", [drop, swap, overlap, hole, narrow, double])
+def test_files_with_a_hole_or_overlap_are_refused(tmp_path, fault):
+    data = make().to_json()
+    fault(data["bins"])
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"s.json: bins\[\d\] covers .* without hole") as error:
+        load(path, page_size=16)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 32}, "made for page_size=32, got page_size=16"),
+        ({"format": "sparrow-schedule-9"}, "format='sparrow-schedule-9', expected"),
+        ({"binn_tokens": 3}, "unknown key 'binn_tokens'; did you mean 'bin_tokens'"),
+        ({"bins": []}, "at least one bin"),
+        ({"bins": {}}, "at least one bin"),
+        ({"bins": [4]}, "expected a JSON object, got int"),
+        ({"bins": [{"start": 0, "end": 64}]}, "'k' is missing"),
+        ({"bins": [{"start": 0, "end": 64, "k": 4, "n": 1}]}, "unknown key 'n'"),
+        ({"bin_tokens": 0}, "bin_tokens=0: expected an integer at least 1"),
+        ({"name": 3}, "name must be a string"),
+        ({"provenance": []}, "provenance an object"),
+    ],
+)
+def test_wrong_files_get_one_line(tmp_path, change, message):
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(make().to_json() | change))
+    with pytest.raises(ValueError) as error:
+        load(path, page_size=16)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000])
+def test_what_is_no_json_object_gets_one_line(tmp_path, content):
+    path = tmp_path / "s.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="s.json") as error:
+        load(path, page_size=16)
+    assert "\n" not in str(error.value)
+
+
+def test_save_keeps_everything_and_replaces_in_one_step(tmp_path):
+    s = make(name="mine", provenance={"model": "m", "tau": 0.9, "bins": [1]})
+    path = tmp_path / "s.json"
+    path.write_text("old")
+    s.save(path)
+    assert load(path, page_size=16) == s
+    assert json.loads(path.read_text())["bins"][2] == {"start": 128, "end": 192, "k": "dense"}
+    with pytest.raises(ValueError):
+        make(provenance={"p5": float("nan")}).save(path)  # not JSON: the old file stays
+    assert load(path, page_size=16) == s
+    assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_resolve(tmp_path):
+    assert resolve("dense", page_size=16, bin_tokens=64) is None
+    k8 = resolve("k=8", page_size=32, bin_tokens=64)
+    assert (k8.budgets, k8.page_size, k8.bin_tokens, k8.name) == ((8,), 32, 64, "k=8")
+    s = resolve("qwen3-1.7b-0.86", page_size=16, bin_tokens=64)
+    # arXiv 2606.08446, section 4: 29 up to 2K, 61 up to 4K, ..., 253 from 18K on
+    assert (s.budget(1999), s.budget(2000), s.budget(17_999), s.budget(99_999)) == (
+        29,
+        61,
+        221,
+        253,
+    )
+    assert s.provenance["tau"] == 0.86 and s.provenance["model"] == "qwen3-1.7b"
+    make().save(tmp_path / "s.json")
+    assert resolve(str(tmp_path / "s.json"), page_size=16, bin_tokens=2000) == make()
+
+
+@pytest.mark.parametrize(
+    ("text", "page_size", "message"),
+    [
+        ("qwen3-1.7b-0.86", 32, "made for page_size=16, got page_size=32"),
+        ("qwen3-1.7-0.86", 16, "nearest name: 'qwen3-1.7b-0.86'"),
+        ("denes", 16, "nearest name: 'dense'"),
+        ("no/such/file.json", 16, "no such file"),
+        ("", 16, "no such file"),
+        ("k=-1", 16, "expected k=<non-negative integer>"),
+        ("k=", 16, "expected k=<non-negative integer>"),
+        ("k=8.0", 16, "expected k=<non-negative integer>"),
+        ("k=9999999", 16, "expected an integer"),
+    ],
+)
+def test_resolve_refuses_in_one_line(text, page_size, message):
+    with pytest.raises(ValueError) as error:
+        resolve(text, page_size=page_size, bin_tokens=64)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_describe_names_every_step():
+    text = make((4, 4, 8, DENSE), name="mine").describe()
+    assert text == "mine (pages of 16): k = 4 from 0, 8 from 128, dense from 192"
+
+
+def test_published_table():
+    """20 schedules of 20 bins; rising with length; in one model a higher tau never asks for less.
+    All of that holds without exception. k = 13 + 16 n but for one number, the 385 of 8b-0.86."""
+    assert len(presets.PUBLISHED) == 20
+    by_model, odd = {}, []
+    for name, budgets in presets.PUBLISHED.items():
+        model, _, tau = name.rpartition("-")
+        by_model.setdefault(model, []).append((float(tau), budgets))
+        assert len(budgets) == 20, name
+        assert list(budgets) == sorted(budgets), name
+        odd += [(name, k) for k in budgets if (k - 13) % 16]
+    assert odd == [("qwen3-8b-0.86", 385)]
+    for model, rows in by_model.items():
+        assert [tau for tau, _ in rows] == sorted({tau for tau, _ in rows}), model
+        for (_, lower), (_, higher) in zip(rows, rows[1:], strict=False):
+            assert all(a <= b for a, b in zip(lower, higher, strict=True)), model
+    assert {model.removeprefix("qwen3-"): len(rows) for model, rows in by_model.items()} == {
+        **{"1.7b": 8, "4b": 6, "8b": 5, "14b": 1}
+    }
+    # one row by hand: 29 + 45 + 77 + 125 + 253 + 10 * 381 + 509 + 2 * 637 + 2 * 893 = 7908
+    assert sum(presets.PUBLISHED["qwen3-14b-0.86"]) == 7908
+
+
+def profile(table, tau_key="p5", enough=None):
+    """table: {k: [p5 per bin]}; p1 is p5 - 0.1; None = too few tokens."""
+    rows = []
+    for k, values in table.items():
+        for b, p5 in enumerate(values):
+            row = {"k": k, "bin": b, "start": 64 * b, "end": 64 * b + 64, "enough": p5 is not None}
+            row |= {"count": 500 if p5 is not None else 3, "num_sequences": 9}
+            row |= dict.fromkeys(("mean", "p50", "share_above_0_999"), p5)
+            for name, value in (("p5", p5), ("p1", None if p5 is None else p5 - 0.1)):
+                row |= {name: value, f"{name}_low": value, f"{name}_high": value}
+            rows.append(row)
+    return {
+        "format": "sparrow-profile-1",
+        "model": "models/tiny",
+        "page_size": 16,
+        "bin_tokens": 64,
+        "quantiles": [0.01, 0.05],
+        "rows": rows,
+        "versions": {"numpy": "2"},
+    }
+
+
+TABLE = {
+    4: [None, 0.95, 0.80, 0.92, None, 0.10],
+    8: [None, 0.99, 0.91, 0.95, None, 0.20],
+    16: [None, 0.99, 0.97, 0.99, None, 0.30],
+    "dense": [None, 0.99, 0.99, 0.99, None, 0.99],
+}
+
+
+def test_search_by_hand():
+    """tau = 0.9 on p5. Bin 0: too few tokens, inherits bin 1. Bin 1: 4 (0.95). Bin 2: 4 has 0.80,
+    8 has 0.91: 8. Bin 3: 4 has 0.92: 4, raised to 8 when monotone. Bin 4: too few, inherits.
+    Bin 5: 0.30 at best: dense."""
+    s = search(profile(TABLE), tau=0.9, quantile=0.05)
+    assert s.budgets == (4, 4, 8, 8, 8, DENSE)
+    assert s.provenance["inherited_bins"] == [0, 4]
+    assert s.provenance["measured_budgets"] == [4, 8, 16]
+    assert s.provenance["bins"][2] == {
+        **{"start": 128, "end": 192, "k": 8, "measured_k": 8, "count": 500},
+        **{"p5": 0.91, "low": 0.91, "high": 0.91},
+    }
+    assert s.provenance["bins"][5]["p5"] == 0.30  # what the largest budget reached
+    assert "p5" not in s.provenance["bins"][4]
+    assert s.name == "tiny-0.9"
+    free = search(profile(TABLE), tau=0.9, quantile=0.05, monotone=False)
+    assert free.budgets == (4, 4, 8, 4, 4, DENSE)
+    # p1 = p5 - 0.1: bin 1 needs 0.99 - 0.1 = 0.89, below 0.9 at every budget: dense from there on
+    assert search(profile(TABLE), tau=0.9, quantile=0.01).budgets == (DENSE,) * 6
+    # exactly tau is enough: 0.91 in bin 2
+    assert search(profile(TABLE), tau=0.91, quantile=0.05).budgets[2] == 8
+
+
+def test_search_result_survives_its_file(tmp_path):
+    s = search(profile(TABLE), tau=0.9, quantile=0.05)
+    s.save(tmp_path / "s.json")
+    assert load(tmp_path / "s.json", page_size=16) == s
+
+
+def test_search_refuses():
+    with pytest.raises(ValueError, match="no bin has enough tokens"):
+        search(profile({4: [None, None]}), tau=0.9, quantile=0.05)
+    with pytest.raises(ValueError, match="no bin has enough tokens"):
+        search(profile({"dense": [0.99]}), tau=0.9, quantile=0.05)
+    with pytest.raises(ValueError, match=r"quantile=0.1: the profile has \[0.01, 0.05\]"):
+        search(profile(TABLE), tau=0.9, quantile=0.1)
+    with pytest.raises(ValueError, match="tau=1.5"):
+        search(profile(TABLE), tau=1.5, quantile=0.05)
+
+
+@given(
+    st.lists(st.lists(st.floats(0.1, 1), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.floats(0.2, 0.95),
+    st.floats(0, 0.05),
+)
+def test_search_meets_tau_and_rises_with_it(rows, tau, more):
+    """Every bin's own choice meets tau, or is dense; budgets rise with length and with tau."""
+    bins = [sorted(values) for values in rows]  # alpha rises with the budget, as it should
+    table = {k: [values[i] for values in bins] for i, k in enumerate((4, 8, 16))}
+    low, high = (search(profile(table), tau=t, quantile=0.05).budgets for t in (tau, tau + more))
+    assert list(low) == sorted(low) and all(a <= b for a, b in zip(low, high, strict=True))
+    for b, k in enumerate(low):
+        assert k == DENSE or table[k][b] >= tau
+
+
+def test_profile_files(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(profile(TABLE)))
+    assert load_profile(path) == profile(TABLE)
+    for change, message in [
+        (lambda p: p["rows"].append(dict(p["rows"][1])), "stated twice"),
+        (lambda p: p["rows"][1].update(end=100), "not 64 tokens wide"),
+        (lambda p: p["rows"][1].update(p5=None), r"rows\[1\].p5=None: expected a number"),
+        (lambda p: p["rows"][1].update(p5=1.2), r"p5=1.2"),
+        (lambda p: p["rows"][1].pop("p1_low"), "'p1_low' is missing"),
+        (lambda p: p["rows"][1].update(k=-4), "k=-4: expected an integer"),
+        (lambda p: p["rows"][1].update(enough=1), "expected true or false"),
+        (lambda p: p.update(format="x"), "format='x'"),
+        (lambda p: p.pop("model"), "'model' is missing"),
+    ]:
+        data = profile(TABLE)
+        change(data)
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=message):
+            load_profile(path)

@@ -1,0 +1,250 @@
+"""Tasks by name, scoring of a rollout, and files in verl's columns."""
+
+import json
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from common import tasks
+from common.chat import load_codec
+from common.config import TaskConfig
+from common.pointer_chase import PointerChase
+from common.prompt_files import final_number, score_final_number
+from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
+
+
+def test_pointer_chase_by_name_and_scores_of_a_rollout():
+    args = {"min_entries": 4, "max_entries": 6, "partial_credit": True}
+    task = tasks.build_task(TaskConfig(args=args))
+    assert task == PointerChase(**args)
+    a, b = task.prompt(0, 0), task.prompt(0, 1)
+    chain = a.answer["chain"]
+    right = task.response(list(zip(chain, [*chain[1:], None], strict=True)))
+    half = np.append(right[: task.hop_tokens], right[-1])  # one hop, then the stop
+    rewards = tasks.score(task, rollout([a, a, b, a], [right, half, right, []]))
+    assert rewards.dtype == np.float32
+    assert rewards[[0, 1, 3]].tolist() == [1.0, np.float32(1 / len(chain)), 0.0]
+    assert rewards[2] < 1  # the answer to another problem
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "pointer_chaser"}, "unknown task; nearest: pointer_chase;"),
+        ({"name": "reasoning_gim:x"}, "nearest: reasoning_gym:<generator>"),
+        ({"args": {"min_entry": 3}}, "unknown option 'min_entry'; did you mean 'min_entries'"),
+        ({"args": {"min_entries": 1}}, "min_entries=1: expected|min_entries=1, max"),
+        ({"tokenizer": "t.json"}, "pointer_chase has its own tokens"),
+        ({"name": "no.jsonl"}, "no such file"),
+        ({"seed": -1}, "task.seed=-1: expected at least 0"),
+    ],
+)
+def test_wrong_settings_get_one_line(config, message):
+    with pytest.raises(ValueError, match=message) as error:
+        tasks.build_task(TaskConfig(**config))
+    assert "\n" not in str(error.value)
+
+
+def test_streams_differ():
+    for config in (TaskConfig(), TaskConfig(seed=8, eval_seed=7), TaskConfig(seed=6, eval_seed=7)):
+        assert len(set(tasks.stream_seeds(config))) == 3
+
+
+class Wild(PointerChase):
+    def score(self, answer, response):
+        return float("nan") if len(response) == 1 else 7.0
+
+
+def test_scores_that_are_no_scores_count_as_zero():
+    prompt = PointerChase().prompt(0, 0)
+    assert tasks.score(Wild(), rollout([prompt, prompt], [[1], [1, 2]])).tolist() == [0, 0]
+
+
+def test_text_file_from_prompt_to_reward(tmp_path):
+    """gsm8k rows: rendered without a template, answered in text, graded by the final number."""
+    name = write_jsonl(tmp_path / "d.jsonl", [row(), row("2 * 3?", "so\n#### 6", extra_info={})])
+    tokenizer = write_tokenizer(tmp_path / "t")
+    for config, model in [
+        (TaskConfig(name=name, tokenizer=tokenizer), ""),
+        (TaskConfig(name=name), str(tmp_path / "t")),
+    ]:
+        task = tasks.build_task(config, model)
+        assert (task.num_items, task.stop_ids, task.vocab_size) == (2, (256,), 257)
+        prompts = [task.prompt(0, 0), task.prompt(5, 1)]
+        assert task.text(prompts[1].tokens) == "User: 2 * 3?\nAssistant:"
+        assert prompts[1].answer == {"number": "6"} and prompts[1].task == "openai/gsm8k"
+        encode = task.codec.tokenizer.encode
+        answers = [[*encode("It is 2.").ids, 256, *encode(" 7").ids], encode("7 or #### 6").ids]
+        assert tasks.score(task, rollout(prompts, answers)).tolist() == [1, 1]
+        answers = [[256], [-1, 10**6, 256]]
+        assert tasks.score(task, rollout(prompts, answers)).tolist() == [0, 0]
+
+
+def test_chat_template_is_rendered_in_a_sandbox(tmp_path):
+    template = (
+        "{%- for m in messages %}[{{ m.role }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
+        "{%- if add_generation_prompt %}[bot]{% endif %}"
+    )
+    codec = load_codec(write_tokenizer(tmp_path / "t", template), "")
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": " hi "}]
+    assert codec.render(messages) == "[system]brief<eos>[user]hi<eos>[bot]"
+    ids = codec.encode(messages)
+    assert (ids == 256).sum() == 2 and ids.dtype == np.int32  # <eos> is one token
+    for bad, message in [
+        ("{{ ''.__class__.__mro__ }}", "cannot render"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for %}", "cannot be compiled"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_codec(write_tokenizer(tmp_path / "t", bad), "").render(messages)
+
+
+def test_named_and_separate_templates_and_generation_config(tmp_path):
+    path = write_tokenizer(tmp_path / "t", [{"name": "default", "template": "A"}], eos=None)
+    with pytest.raises(ValueError, match="no stop token"):
+        load_codec(path, "")
+    (tmp_path / "t" / "generation_config.json").write_text('{"eos_token_id": [256, 10]}')
+    codec = load_codec(path, "")
+    assert codec.stop_ids == (10, 256) and codec.render([]) == "A"
+    (tmp_path / "t" / "tokenizer_config.json").unlink()
+    (tmp_path / "t" / "chat_template.jinja").write_text("B")
+    assert load_codec(str(tmp_path / "t"), "").render([]) == "B"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
+def test_broken_tokenizers_get_one_line(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        load_codec(str(tmp_path), "")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_codec(str(tmp_path / "none.json"), "")
+    with pytest.raises(ValueError, match="name a tokenizer.json"):
+        load_codec("", "")
+
+
+def bad(change):
+    data = row()
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "d.jsonl: no rows"),
+        ([row(), bad(lambda r: r.pop("prompt"))], "line 2: column 'prompt' is missing"),
+        ([bad(lambda r: r.pop("data_source"))], "line 1: column 'data_source' is missing"),
+        (
+            [bad(lambda r: r["reward_model"].pop("ground_truth"))],
+            "line 1: column 'reward_model.ground_truth' is missing",
+        ),
+        ([row(), row(" \n")], "line 2: empty prompt"),
+        ([bad(lambda r: r.update(prompt=[]))], "line 1: empty prompt"),
+        ([bad(lambda r: r.update(prompt="hi"))], "prompt is a str, expected a list of chat"),
+        ([bad(lambda r: r.update(prompt=[{"role": "user"}]))], "needs 'role' and 'content'"),
+        ([bad(lambda r: r.update(prompt=["hi"]))], "needs 'role' and 'content'"),
+        ([row(source="my/set")], "data_source='my/set': no scorer; known: pointer_chase"),
+        ([row(truth="none")], "line 1: ground_truth='none': expected a number"),
+        ([[1]], "line 1: expected a JSON object, got list"),
+        ([row(), row(source="pointer_chase")], "line 2: a file holds either"),
+        ([row(source="reasoning_gym:countdown")], "not offered: its scorer evaluates"),
+        ([row(source="reasoning_gym:leg_counting")], "expected the generator's entry"),
+    ],
+)
+def test_bad_rows_get_one_line_with_their_number(tmp_path, rows, message):
+    name = write_jsonl(tmp_path / "d.jsonl", rows)
+    config = TaskConfig(name=name, tokenizer=write_tokenizer(tmp_path / "t"))
+    with pytest.raises(ValueError, match=message) as error:
+        tasks.build_task(config)
+    assert "\n" not in str(error.value)
+
+
+def test_broken_json_line_is_named(tmp_path):
+    path = tmp_path / "d.jsonl"
+    config = TaskConfig(name=str(path), tokenizer=write_tokenizer(tmp_path / "t"))
+    path.write_text(json.dumps(row()) + "\n\n{'data_source'\n")
+    with pytest.raises(ValueError, match="line 3: not a JSON object"):
+        tasks.build_task(config)
+    path.write_bytes(b"\xff\xff\n")
+    with pytest.raises(ValueError, match="line 1: not a JSON object"):
+        tasks.build_task(config)
+    path.write_text(json.dumps(row()) + "\n")
+    with pytest.raises(ValueError, match="a text file takes no options"):
+        tasks.build_task(TaskConfig(name=str(path), args={"a": 1}))
+
+
+def test_parquet_is_read_like_jsonl(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [row(f"{i} + 1?", str(i + 1), extra_info={"index": i}) for i in range(5)]
+    tokenizer = write_tokenizer(tmp_path / "t")
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    a = tasks.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
+    jsonl = write_jsonl(tmp_path / "d.jsonl", rows)
+    b = tasks.build_task(TaskConfig(name=jsonl, tokenizer=tokenizer))
+    assert a.num_items == 5
+    for p, q in zip(a.prompts, b.prompts, strict=True):
+        assert np.array_equal(p.tokens, q.tokens) and (p.answer, p.task) == (q.answer, q.task)
+    pq.write_table(pa.Table.from_pylist(rows[:2]).drop(["reward_model"]), path)
+    with pytest.raises(ValueError, match="row 1: column 'reward_model' is missing"):
+        tasks.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(ValueError, match="not a readable parquet file") as error:
+        tasks.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
+    assert "\n" not in str(error.value)
+
+
+def test_pointer_chase_file(tmp_path):
+    chase = PointerChase(num_symbols=8, min_entries=4, max_entries=4)
+    prompts = [chase.prompt(0, i) for i in range(3)]
+    rows = [row(chase.text(p.tokens), p.answer, "pointer_chase") for p in prompts]
+    args = {"num_symbols": 8, "min_entries": 4, "max_entries": 4}
+    task = tasks.build_task(TaskConfig(name=write_jsonl(tmp_path / "d.jsonl", rows), args=args))
+    assert (task.num_items, task.vocab_size, task.stop_ids) == (3, chase.vocab_size, chase.stop_ids)
+    for i, p in enumerate(prompts):
+        q = task.prompt(0, i)
+        assert np.array_equal(p.tokens, q.tokens) and p.answer == q.answer
+    chain = prompts[0].answer["chain"]
+    right = chase.response(list(zip(chain, [*chain[1:], None], strict=True)))
+    assert tasks.score(task, rollout([task.prompt(0, 0)], [right])).tolist() == [1]
+    for truth in ({"chain": [8]}, {"chain": []}, {"chain": [0.5]}, {}, "k1"):
+        name = write_jsonl(tmp_path / "d.jsonl", [row("k1 v1", truth, "pointer_chase")])
+        with pytest.raises(ValueError, match="line 1: ground_truth="):
+            tasks.build_task(TaskConfig(name=name, args=args))
+    name = write_jsonl(tmp_path / "d.jsonl", [row("k9 v1", {"chain": [1]}, "pointer_chase")])
+    with pytest.raises(ValueError, match="line 1: word='k9'"):
+        tasks.build_task(TaskConfig(name=name, args=args))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("the answer is 42", "42"),
+        ("first 41, then 42.", "42"),
+        ("#### 42\nand 43 more", "42"),
+        ("#### 1 no, #### 42", "42"),
+        ("####\n42", "42"),
+        ("#### $1,234.50", "1234.5"),
+        (r"\boxed{7} of 9", "7"),
+        (r"\boxed{7} or \boxed{-8}", "-8"),
+        ("-5", "-5"),
+        ("1,000,000 people", "1000000"),
+        ("0.5%", "0.5"),
+        ("42.0", "42"),
+        ("#### none", None),
+        (r"\boxed{x} 3", None),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_final_number(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_final_number_of_hostile_text():
+    assert score_final_number({"number": "42"}, "1," * 200_000 + " 42") == 1.0
+    assert score_final_number({"number": "42"}, "9" * 200_000) == 0.0
+    assert score_final_number({"number": "42"}, "\u0664\u0662") == 0.0  # digits of other scripts

@@ -1,0 +1,242 @@
+"""Comparisons of a kernel (or its reference) with the float64 oracles, shared by these tests.
+
+Each check_x takes the function under test, so that the same comparison judges the reference, a
+kernel, and the deliberately broken versions of test_planted_faults.py. Whatever a row may not read
+is NaN: other layers, the null page, free pages, slots past the end, pages of padding in the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from common import oracles
+
+LAYER = 1
+TOLERANCE = 1e-5
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of jax.jit that halve the time of compilation; the logic is the same."""
+
+
+@dataclasses.dataclass
+class Paged:
+    """A pool with one sequence per row: its keys and values [S, K, H], and where they lie."""
+
+    kv_pages: np.ndarray
+    landmarks: np.ndarray
+    table_BP: np.ndarray
+    length_B: np.ndarray
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    page_size: int
+
+    @property
+    def num_pages_B(self) -> np.ndarray:
+        return -(-self.length_B // self.page_size)
+
+
+def empty_pool(num_rows, width, *, kv_heads, head_dim, page_size, seed=0):
+    """(kv pages, landmarks, page table), all NaN; the table lists a random part of the pool."""
+    num = 1 + num_rows * width + 3
+    ids = 1 + np.random.default_rng(seed).permutation(num - 1)
+    kv = np.full((LAYER + 1, kv_heads, num, 2, page_size, head_dim), np.nan, np.float32)
+    table = ids[: num_rows * width].reshape(num_rows, width).astype(np.int32)
+    return kv, np.full((LAYER + 1, kv_heads, num, head_dim), np.nan, np.float32), table
+
+
+def fill_row(kv, landmarks, pages, keys, values):
+    """Write one sequence into its pages, and the landmarks of those that are complete."""
+    page_size = kv.shape[4]
+    for t in range(len(keys)):
+        page, slot = pages[t // page_size], t % page_size
+        kv[LAYER, :, page, 0, slot], kv[LAYER, :, page, 1, slot] = keys[t], values[t]
+        if slot == page_size - 1:
+            mean = np.float64(keys[t + 1 - page_size : t + 1]).mean(0)
+            landmarks[LAYER, :, page] = mean
+
+
+def make_paged(lengths, *, kv_heads=2, head_dim=8, page_size=4, equal=False, seed=0) -> Paged:
+    """Random sequences of the given lengths. equal: every page holds the same keys, in quarters, so
+    that products with queries in quarters are exact in any order of summation: all scores tie."""
+    rng = np.random.default_rng(seed)
+    width = -(-max(lengths) // page_size) + 2
+    size = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+    kv, landmarks, table = empty_pool(len(lengths), width, **size, seed=seed)
+    keys, values = [], []
+    for pages, length in zip(table, lengths, strict=True):
+        k, v = rng.normal(size=(2, length, kv_heads, head_dim)).astype(np.float32)
+        if equal:
+            k = np.round(4 * k[np.arange(length) % page_size]) / 4
+        fill_row(kv, landmarks, pages, k, v)
+        keys.append(k)
+        values.append(v)
+    return Paged(kv, landmarks, table, np.array(lengths, np.int32), keys, values, page_size)
+
+
+def random_queries(case: Paged, num_tokens, ratio, seed=1):
+    """[B, T, N, H], normal."""
+    _, K, _, _, _, H = case.kv_pages.shape
+    shape = (len(case.length_B), num_tokens, K * ratio, H)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def close(got, want, what=""):
+    np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, err_msg=what)
+
+
+def logical_pages(case: Paged, q_BNH, k_B):
+    """Per row, the oracle's [K, J] (J = 0 for an empty row)."""
+    K = case.kv_pages.shape[1]
+    return [
+        oracles.select_pages(q_BNH[b], case.keys[b], k=int(k_B[b]), page_size=case.page_size)
+        if case.length_B[b]
+        else np.zeros((K, 0), int)
+        for b in range(len(case.keys))
+    ]
+
+
+def check_select(select, case: Paged, q_BNH, k_B, max_selected):
+    """Page ids and counts, exactly."""
+    k_B = np.asarray(k_B, np.int32)
+    ids, count = select(
+        q_BNH, case.landmarks, LAYER, case.table_BP, case.num_pages_B, k_B,
+        max_selected=max_selected,
+    )  # fmt: skip
+    ids = np.asarray(ids)
+    assert ids.shape == (len(k_B), case.kv_pages.shape[1], max_selected)
+    for b, pages in enumerate(logical_pages(case, q_BNH, k_B)):
+        J = pages.shape[1]
+        assert count[b] == J, f"row {b}: count {count[b]}, expected {J}"
+        np.testing.assert_array_equal(ids[b, :, :J], case.table_BP[b][pages], f"row {b}")
+        assert (ids[b, :, J:] == 0).all(), f"row {b}: unused entries must be the null page"
+
+
+def check_decode(decode, case: Paged, q_BTNH, num_new_B, k_B=None, max_selected=0):
+    """Output and log-sum-exp; k_B None = dense (page table), else the oracle's selected pages.
+
+    Row b's last num_new_B[b] tokens are the queries; further queries of the row are padding, which
+    must merely be finite.
+    """
+    C, lengths = case.page_size, case.length_B
+    num_new_B = np.minimum(num_new_B, lengths)
+    K, skipped = case.kv_pages.shape[1], 0
+    ids, listed = case.table_BP, [np.tile(np.arange(n), (K, 1)) for n in case.num_pages_B]
+    if k_B is not None:
+        last = np.maximum(num_new_B - 1, 0)
+        listed = logical_pages(case, q_BTNH[np.arange(len(last)), last], k_B)
+        ids = np.zeros((len(lengths), K, max_selected), np.int32)
+        for b, pages in enumerate(listed):
+            ids[b, :, : pages.shape[1]] = case.table_BP[b][pages]
+        skipped = (case.num_pages_B - [p.shape[1] for p in listed]) * C
+    start = (lengths - num_new_B - skipped).astype(np.int32)
+    out, lse = decode(
+        q_BTNH, case.kv_pages, LAYER, ids, start, (lengths - skipped).astype(np.int32)
+    )
+    assert np.isfinite(out).all() and not np.isnan(lse).any(), "read something unreachable"
+    for b, n in enumerate(num_new_B):
+        if lengths[b] == 0:
+            assert (np.asarray(out[b]) == 0).all() and (np.asarray(lse[b]) == -np.inf).all()
+            continue
+        visible = oracles.pages_to_tokens(listed[b], lengths[b], C)[:, None]
+        position = lengths[b] - n + np.arange(n)
+        visible = visible & (np.arange(lengths[b]) <= position[:, None])
+        want, want_lse = oracles.attention(q_BTNH[b, :n], case.keys[b], case.values[b], visible)
+        close(out[b, :n], want, f"output of row {b}, length {lengths[b]}")
+        close(lse[b, :n], want_lse, f"log-sum-exp of row {b}, length {lengths[b]}")
+
+
+def check_append(append, pieces_B, *, kv_heads=2, head_dim=8, page_size=4, seed=0):
+    """Grow sequences piece by piece (pieces_B[i] = new tokens of each row); all of the pool.
+
+    After each piece the whole pool but the null page must equal one filled by hand: so nothing else
+    is touched, and a landmark is there exactly if its page is complete.
+    """
+    pieces_B = np.asarray(pieces_B, np.int32)
+    B, T, total = pieces_B.shape[1], int(pieces_B.max()), pieces_B.sum(0)
+    rng = np.random.default_rng(seed)
+    size = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+    kv, landmarks, table = empty_pool(B, -(-int(total.max()) // page_size) + 1, **size)
+    stream = rng.normal(size=(2, B, int(total.max()) + T, kv_heads, head_dim)).astype(np.float32)
+    start = np.zeros(B, np.int32)
+    for new in pieces_B:
+        at = start[:, None] + np.arange(T)
+        k_new, v_new = (x[np.arange(B)[:, None], at] for x in stream)
+        valid = (np.arange(T) < new[:, None])[..., None, None]
+        k_new, v_new = np.where(valid, k_new, 9), np.where(valid, v_new, 9)  # 9: would be seen
+        kv, landmarks = append(kv, landmarks, LAYER, k_new, v_new, table, start, new)
+        start = start + new
+        want_kv, want_marks, _ = empty_pool(B, table.shape[1], **size)
+        for b in range(B):
+            fill_row(want_kv, want_marks, table[b], *stream[:, b, : start[b]])
+        np.testing.assert_array_equal(np.asarray(kv)[:, :, 1:], want_kv[:, :, 1:])
+        close(np.asarray(landmarks)[:, :, 1:], want_marks[:, :, 1:], "landmarks")
+
+
+def prefill_inputs(ratio=2, *, kv_heads=2, head_dim=8, num_tokens=45, rows=2, seed=2):
+    rng = np.random.default_rng(seed)
+    heads = (kv_heads * ratio, kv_heads, kv_heads)
+    return [rng.normal(size=(rows, num_tokens, n, head_dim)).astype(np.float32) for n in heads]
+
+
+def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4):
+    """(output [B, T, N, H], visibility per row [K, T, T])."""
+    budgets = None if budget_T is None else lambda t: int(budget_T[t])
+    masks = [
+        oracles.replay_mask(
+            q[b],
+            k[b],
+            prompt_len=0 if budgets is None else int(prompt_len_B[b]),
+            budgets=budgets,
+            page_size=page,
+        )  # fmt: skip
+        for b in range(len(q))
+    ]
+    out = [oracles.attention(q[b], k[b], v[b], masks[b])[0] for b in range(len(q))]
+    return np.stack(out), masks
+
+
+def check_prefill(prefill, q, k, v, budget_T=None, prompt_len_B=None, page=4, chunk=16):
+    got = prefill(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, page=page, chunk=chunk)
+    close(got, prefill_oracle(q, k, v, budget_T, prompt_len_B, page)[0])
+
+
+def head_inputs(num=37, vocab=51, width=12, seed=3):
+    """(hidden, other hidden, head, tokens); logits of size 4, so that temperature matters."""
+    rng = np.random.default_rng(seed)
+    hidden, other = rng.normal(size=(2, num, width)).astype(np.float32)
+    head = (rng.normal(size=(vocab, width)) * 4 / width**0.5).astype(np.float32)
+    return hidden, hidden + 0.3 * other, head, rng.integers(0, vocab, num).astype(np.int32)
+
+
+def check_logprob(token_logprob, temperature):
+    hidden, _, head, token = head_inputs()
+    want = oracles.token_logprob(np.float64(hidden) @ np.float64(head).T, token, temperature)
+    got = token_logprob(hidden, head, token, temperature=temperature)
+    close(got[0], want[0], "log-prob")
+    close(got[1], want[1], "entropy")
+
+
+def check_overlap(acceptance_overlap, temperature):
+    dense, sparse, head, token = head_inputs()
+    logits = [np.float64(x) @ np.float64(head).T for x in (dense, sparse)]
+    alpha, logp = acceptance_overlap(dense, sparse, head, token, temperature=temperature)
+    close(alpha, oracles.acceptance_overlap(*logits, temperature), "alpha")
+    close(logp, oracles.token_logprob(logits[1], token, temperature)[0], "log-prob, sparse")
+
+
+def check_gradient(f, f64, args, seed=4, num=3):
+    """Gradients of the scalar f (float32, JAX) against central differences of the oracle f64."""
+    grad = jax.jit(jax.grad(f, argnums=tuple(range(len(args)))), compiler_options=QUICK)
+    grads = grad(*map(jnp.asarray, args))
+    rng, eps = np.random.default_rng(seed), 1e-5
+    args = [np.float64(a) for a in args]
+    for _ in range(num):
+        for i, grad in enumerate(grads):
+            d = rng.normal(size=args[i].shape)
+            up, down = (f64(*args[:i], args[i] + s * eps * d, *args[i + 1 :]) for s in (1, -1))
+            got, want = np.sum(np.float64(grad) * d), (up - down) / (2 * eps)
+            scale = np.linalg.norm(grad) + 1e-6
+            assert abs(got - want) < 1e-4 * scale, f"argument {i}: {got} instead of {want}"
