@@ -7,21 +7,28 @@ whose sequences grow from 128 to 32K tokens meets at most 17 values of T; B is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from common.grpo import Advantages
 from common.types import MicroBatch, Rollout, Scored, TrainBatch
 
 
-def bucket_length(n: int, bucket: int = 128) -> int:
+def bucket_length(n: int, bucket: int = 128, buckets: Sequence[int] = ()) -> int:
     """Smallest of bucket * {1, 1.5, 2, 3, 4, 6, ...} that is at least n; padding stays below 50 %.
 
-    Raises ValueError for n < 1 or an odd or non-positive bucket.
+    Explicit `buckets` (rising) take the place of that series. Raises ValueError for n < 1 or past
+    the last of them, and for an odd or non-positive bucket.
     """
     if n < 1:
         raise ValueError(f"{n=}: expected a length of at least 1")
     if bucket < 2 or bucket % 2:
         raise ValueError(f"{bucket=}: expected an even number of at least 2")
+    if buckets:
+        if n > buckets[-1]:
+            raise ValueError(f"{n=}: longer than the last of {buckets=}; add one to length_buckets")
+        return next(b for b in buckets if b >= n)
     power = bucket
     while power < n:
         if power // 2 * 3 >= n:
@@ -31,7 +38,10 @@ def bucket_length(n: int, bucket: int = 128) -> int:
 
 
 def length_batches(
-    total_len_B: np.ndarray, tokens_per_microbatch: int, bucket: int = 128
+    total_len_B: np.ndarray,
+    tokens_per_microbatch: int,
+    bucket: int = 128,
+    buckets: Sequence[int] = (),
 ) -> list[tuple[np.ndarray, int, int]]:
     """Groups rows of like length: a list of (rows, T, B), longest first, len(rows) <= B.
 
@@ -45,7 +55,7 @@ def length_batches(
     order = np.argsort(-lengths, kind="stable")
     batches, start = [], 0
     while start < len(order):
-        T = bucket_length(int(lengths[order[start]]), bucket)
+        T = bucket_length(int(lengths[order[start]]), bucket, buckets)
         B = max(1, tokens_per_microbatch // T)
         batches.append((order[start : start + B], T, B))
         start += B
@@ -71,6 +81,7 @@ def pack(
     seed: int,
     logp_ref_BT: np.ndarray | None = None,
     bucket: int = 128,
+    buckets: Sequence[int] = (),
 ) -> TrainBatch:
     """Splits a scored rollout into minibatches (optimizer steps) of micro-batches (static shapes).
 
@@ -107,7 +118,7 @@ def pack(
             MicroBatch(**{k: take_rows(v, part[rows], T, B) for k, v in fields.items()})
             for part in [part[active_B[part]]]
             for rows, T, B in length_batches(
-                rollout.total_len_B[part], tokens_per_microbatch, bucket
+                rollout.total_len_B[part], tokens_per_microbatch, bucket, buckets
             )
         ]
         for part in parts

@@ -229,6 +229,9 @@ class LearnerConfig(_Checked):
     weight_decay: float = setting(0.0, "AdamW weight decay")
     max_grad_norm: float = setting(1.0, "clip by global norm")
     tokens_per_microbatch: int = setting(8192, "padded tokens of one forward/backward pass")
+    length_buckets: tuple[int, ...] = setting(
+        (), "padded lengths, rising; one compilation each; empty = 128 * {1, 1.5, 2, 3, 4, 6, ...}"
+    )
     remat: bool = setting(True, "recompute layers in the backward pass")
     dtype: str = setting(
         "auto",
@@ -236,6 +239,17 @@ class LearnerConfig(_Checked):
         choices=("auto", "float32", "bfloat16"),
     )
     mesh: tuple[int, int, int] = setting((1, 1, 1), "devices along data, fsdp, tensor")
+
+    def validate(self) -> None:
+        buckets = self.length_buckets
+        _check(
+            list(buckets) == sorted(set(buckets)) and min(buckets, default=1) >= 1,
+            f"length_buckets={buckets}: expected rising, positive lengths",
+        )
+        _check(
+            self.tokens_per_microbatch >= 1,
+            f"tokens_per_microbatch={self.tokens_per_microbatch}: expected at least 1",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,7 +287,9 @@ class WarmupConfig(_Checked):
     stages: tuple[tuple[float, ...], ...] = setting(
         ((900, 64, 2, 6, 0.99),), "curriculum, see the class docstring"
     )
-    learning_rate: float = setting(3e-3, "AdamW, linear warm-up over 50 steps, then constant")
+    learning_rate: float = setting(
+        3e-3, "AdamW, linear ramp over 50 steps; falls to 0 in the last phase"
+    )
     seed: int = setting(0, "seed of demonstrations")
     noise: float = setting(0.025, "wrong look-ups in the demonstrations of the last phase")
     noise_steps: int = setting(110, "steps of the last phase")
@@ -306,13 +322,17 @@ class Config(_Checked):
             self.keep_checkpoints >= 2,
             "keep_checkpoints must be at least 2: the newest may turn out damaged",
         )
+        context = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        longest = max(self.learner.length_buckets, default=context)
+        _check(
+            longest >= context, f"length_buckets end at {longest}, sequences at {context} tokens"
+        )
         rows = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         _check(
             rows % self.grpo.num_minibatches == 0,
             f"{rows} samples a step do not split into num_minibatches={self.grpo.num_minibatches}",
         )
         _check(
-            self.rollout.page_size * 3
-            <= self.rollout.max_prompt_tokens + self.rollout.max_response_tokens,
+            self.rollout.page_size * 3 <= context,
             "context shorter than three pages: nothing to select",
         )

@@ -114,6 +114,7 @@ def train_step(
             correction.weight_BT,
             num_minibatches=config.grpo.num_minibatches,
             tokens_per_microbatch=config.learner.tokens_per_microbatch,
+            buckets=config.learner.length_buckets,
             seed=noise.fold_in(seed, step, SHUFFLE),
             logp_ref_BT=reference,
         )

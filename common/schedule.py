@@ -259,7 +259,7 @@ def load_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_profile(data: Mapping[str, Any], where: str = "profile") -> None:
     """ValueError unless `data` is a profile as `load_profile` describes it."""
     top = ("format", "model", "page_size", "bin_tokens", "quantiles", "rows")
-    keys(data, top, where, ("versions", "provenance"))
+    keys(data, top, where, ("versions", "summary"))
     integer(data["page_size"], f"{where}: page_size", 1)
     width = integer(data["bin_tokens"], f"{where}: bin_tokens", 1)
     if not isinstance(data["quantiles"], list) or not isinstance(data["rows"], list):

@@ -35,9 +35,10 @@ def get_config() -> Config:
             args={
                 "num_symbols": 64,
                 "min_entries": 24,
-                "max_entries": 48,
+                "max_entries": 40,
                 "fact_repeats": 4,
-                "hop_repeats": 2,
+                "hop_repeats": 4,
+                "partial_credit": True,
             },
             num_eval_prompts=128,
         ),
@@ -45,8 +46,8 @@ def get_config() -> Config:
             num_dense_layers=1,
             prompts_per_step=8,
             samples_per_prompt=8,
-            max_prompt_tokens=416,
-            max_response_tokens=192,
+            max_prompt_tokens=352,
+            max_response_tokens=320,
             num_slots=64,
         ),
         grpo=GrpoConfig(num_minibatches=2),
@@ -55,6 +56,9 @@ def get_config() -> Config:
             bin_tokens=64, tau=0.9, quantile=0.01, budgets=(1, 2, 4, 6, 8, 12, 16), min_tokens=100
         ),
         warmup=WarmupConfig(
-            stages=((300, 12, 4, 16, 0.95), (100, 6, 24, 48, 0.95)), noise_steps=60, noise_batch=8
+            stages=((300, 12, 4, 16, 0.95), (100, 6, 24, 40, 0.95)),
+            noise=0.02,
+            noise_steps=100,
+            noise_batch=6,
         ),
     )

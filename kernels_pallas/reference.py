@@ -21,6 +21,8 @@ NUM_RESERVED = 3
 STEP_TOKENS = 256
 NEG = -1e30
 GATHER_BYTES = 2**19
+SEGMENTS = 4
+QUERY_BLOCK = 256
 HEAD_ELEMENTS = 2**24
 
 
@@ -158,42 +160,75 @@ def append_kv(
     return kv_pages_LKMxCH, landmarks_LKMH
 
 
-def flash_prefill(q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=128):
+def flash_prefill(
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK
+):
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
     dense. Query t sees exactly the pages that decode would have read at position t. Differentiable
-    in q, k and v (the choice of pages is constant). Blocks of `chunk` queries bound the memory to
-    B x N x chunk x T. Returns out_BTNH.
+    in q, k and v (the choice of pages is constant). The sequence is cut into SEGMENTS that read
+    only the keys up to their own end, and these into blocks of at most `chunk` queries, recomputed
+    in the backward pass: memory is B x N x chunk x T. Returns out_BTNH.
     """
-    B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
-    pad = -T % chunk
-    q_blocks = jnp.pad(q_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    q_blocks = q_blocks.reshape(B, -1, chunk, K, N // K, H).swapaxes(0, 1)
-    sparse = budget_T is not None
-    if sparse:
-        landmarks_BPKH = _page_means(k_BTKH, page)
-        budget_T = jnp.pad(budget_T, (0, pad))
+    T = q_BTNH.shape[1]
+    k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    replay = None
+    if budget_T is not None:
+        budget_T, prompt_len_B = jnp.asarray(budget_T), jnp.asarray(prompt_len_B)
+        replay = (_page_means(k_BTKH, page).swapaxes(1, 2), budget_T, prompt_len_B, page)
+    length = -(-T // (SEGMENTS * page)) * page
+    out = []
+    for start in range(0, T, length):
+        stop = min(start + length, T)
+        keys, values = k_BKSH[:, :, :stop], v_BKSH[:, :, :stop]
 
-    @jax.checkpoint
-    def block(args):
-        i, q_BtKRH = args
-        pos_t = i * chunk + jnp.arange(chunk)
-        mask = (jnp.arange(T) <= pos_t[:, None])[None, None]
-        if sparse:
-            q_mean = q_BtKRH.astype(jnp.float32).mean(3)
-            scores = jnp.einsum("btkh,bpkh->bktp", q_mean, landmarks_BPKH)
-            budget_t = lax.dynamic_slice_in_dim(budget_T, i * chunk, chunk)
-            pages = page_mask(lax.stop_gradient(scores), pos_t // page + 1, budget_t)
-            pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
-            mask = mask & jnp.repeat(pages, page, -1)[..., :T]
-        s = jnp.einsum("btkrh,bskh->bkrts", q_BtKRH, k_BTKH, preferred_element_type=jnp.float32)
-        p = jax.nn.softmax(jnp.where(mask[:, :, None], s * H**-0.5, NEG), -1)
-        return jnp.einsum("bkrts,bskh->btkrh", p.astype(v_BTKH.dtype), v_BTKH)
+        def block(first, q_BtNH, keys=keys, values=values):
+            return _attend_block(first, q_BtNH, keys, values, replay)
 
-    out = lax.map(block, (jnp.arange((T + pad) // chunk), q_blocks))
-    return out.swapaxes(0, 1).reshape(B, T + pad, N, H)[:, :T]
+        out.append(_map_queries(jax.checkpoint(block), start, q_BTNH[:, start:stop], chunk))
+    return jnp.concatenate(out, 1)
+
+
+def _map_queries(block, start, q_BtNH, chunk):
+    """block(position of the first query, queries), in blocks of at most `chunk` queries."""
+    B, t, N, H = q_BtNH.shape
+    if t <= chunk:
+        return block(start, q_BtNH)
+    pad = -t % chunk
+    blocks = jnp.pad(q_BtNH, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    blocks = blocks.reshape(B, -1, chunk, N, H).swapaxes(0, 1)
+    firsts = start + jnp.arange(len(blocks)) * chunk
+    out = lax.map(lambda x: block(*x), (firsts, blocks))
+    return out.swapaxes(0, 1).reshape(B, t + pad, N, H)[:, :t]
+
+
+def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
+    """Attention of queries first, first + 1, ... over the given keys, causal or by pages."""
+    B, t, N, H = q_BtNH.shape
+    K, S = k_BKSH.shape[1:3]
+    q_BKRtH = q_BtNH.reshape(B, t, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    pos_t = first + jnp.arange(t)
+    mask = (jnp.arange(S) <= pos_t[:, None])[None, None]
+    if replay is not None:
+        mask = mask & _replay_mask(q_BKRtH, pos_t, S, *replay)
+    q_BKnH = q_BKRtH.reshape(B, K, -1, H)
+    s = jnp.einsum("bknh,bksh->bkns", q_BKnH, k_BKSH, preferred_element_type=jnp.float32)
+    s = jnp.where(mask[:, :, None], s.reshape(B, K, -1, t, S) * H**-0.5, NEG)
+    p = jax.nn.softmax(s, -1).astype(v_BKSH.dtype).reshape(B, K, -1, S)
+    out = jnp.einsum("bkns,bksh->bknh", p, v_BKSH)
+    return out.reshape(B, K, -1, t, H).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
+
+
+def _replay_mask(q_BKRtH, pos_t, num_keys, landmarks_BKPH, budget_T, prompt_len_B, page):
+    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
+    num_pages = -(-num_keys // page)
+    q_mean = q_BKRtH.astype(jnp.float32).mean(2)
+    scores = jnp.einsum("bkth,bkph->bktp", q_mean, landmarks_BKPH[:, :, :num_pages])
+    budget_t = budget_T[jnp.minimum(pos_t, budget_T.shape[0] - 1)]
+    pages = page_mask(lax.stop_gradient(scores), pos_t // page + 1, budget_t)
+    pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
+    return jnp.repeat(pages, page, -1)[..., :num_keys]
 
 
 def _page_means(k_BTKH, page):

@@ -116,8 +116,10 @@ class JaxScorer:
         return np.float32(value or 1.0)
 
     def _batches(self, rollout: Rollout, rows: np.ndarray):
-        size = self.config.learner.tokens_per_microbatch
-        for part, T, B in batching.length_batches(rollout.total_len_B[rows], size):
+        c = self.config.learner
+        for part, T, B in batching.length_batches(
+            rollout.total_len_B[rows], c.tokens_per_microbatch, buckets=c.length_buckets
+        ):
             yield rows[part], batching.take_rows(rollout.tokens_BT, rows[part], T, B)
 
 

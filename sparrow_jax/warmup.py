@@ -31,6 +31,7 @@ from sparrow_jax.scorer import token_logprobs
 
 SAVE_EVERY = 200
 SMOOTHING = 0.1
+RAMP_STEPS = 50
 PROMPT_WEIGHT = 0.1
 """Weight of prompt tokens that repeat what was stated before: a second source of look-ups."""
 
@@ -41,16 +42,8 @@ class Trainer:
     def __init__(self, config: Config, vocab_size: int):
         self.geometry, self.graph, self.params = backend.init_model(config, vocab_size)
         self.dtype = backend.compute_dtype(config.learner.dtype)
-        w = config.warmup
-        rate = optax.join_schedules(
-            [
-                optax.linear_schedule(0, w.learning_rate, 50),
-                optax.constant_schedule(w.learning_rate),
-            ],
-            [50],
-        )
         self.optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01)
+            optax.clip_by_global_norm(1.0), optax.adamw(1.0, b2=0.98, weight_decay=0.01)
         )
         self.opt_state = self.optimizer.init(self.params)
 
@@ -65,10 +58,10 @@ class Trainer:
         tree = jax.tree.structure(self.opt_state)
         self.opt_state = jax.tree.unflatten(tree, state["opt_state"])
 
-    def step(self, tokens, weight, decision) -> float:
-        """One update; the mean probability of the right token at decisions."""
+    def step(self, tokens, weight, decision, rate: float) -> float:
+        """One update at learning rate `rate`; returns the mean probability of right decisions."""
         self.params, self.opt_state, probability = _step(
-            self.params, self.opt_state, tokens, weight, decision,
+            self.params, self.opt_state, tokens, weight, decision, np.float32(rate),
             graph=self.graph, dtype=self.dtype, optimizer=self.optimizer,
         )  # fmt: skip
         return float(probability)
@@ -77,7 +70,7 @@ class Trainer:
 @functools.partial(
     jax.jit, static_argnames=("graph", "dtype", "optimizer"), donate_argnames=("params", "state")
 )
-def _step(params, state, tokens_BT, weight_BT, decision_BT, *, graph, dtype, optimizer):
+def _step(params, state, tokens_BT, weight_BT, decision_BT, rate, *, graph, dtype, optimizer):
     def loss(params):
         model = nnx.merge(graph, params)
         logp, _ = token_logprobs(model, tokens_BT, 1.0, dtype=dtype, remat=False)
@@ -86,6 +79,7 @@ def _step(params, state, tokens_BT, weight_BT, decision_BT, *, graph, dtype, opt
 
     (_, right), grads = jax.value_and_grad(loss, has_aux=True)(params)
     updates, state = optimizer.update(grads, state, params)
+    updates = jax.tree.map(lambda u: u * rate, updates)
     return optax.apply_updates(params, updates), state, right
 
 
@@ -119,14 +113,18 @@ def _last_stage(config: Config) -> tuple[float, ...]:
 def _run_stage(config, task, trainer, checkpoints, stages, number, state, progress):
     """Train one stage to its goal; the state with which the next one starts."""
     max_steps, batch, low, high, goal = stages[number]
-    noise = config.warmup.noise if number == len(stages) - 1 else 0.0
+    last = number == len(stages) - 1
+    noise = config.warmup.noise if last else 0.0
     step, right, start = state["step"], state["right"], time.monotonic()
     total = int(sum(s[0] for s in stages))
     for stage_step in range(state["stage_step"], int(max_steps)):
         data = demonstrations(
             task, config.warmup.seed, step, int(batch), int(low), int(high), noise
         )
-        probability = trainer.step(*data)
+        rate = config.warmup.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
+        if last:
+            rate *= 1 - stage_step / max_steps
+        probability = trainer.step(*data, rate)
         right += (probability - right) * max(SMOOTHING, 1 / (stage_step + 1))
         step += 1
         progress(step, total)
