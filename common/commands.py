@@ -217,6 +217,20 @@ def _eval(arguments: Arguments) -> None:
     evaluation.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
 
 
+def _study(arguments: Arguments) -> None:
+    flags = arguments.flags
+    if arguments.overrides:
+        raise UserError("sparrow study takes a recipe as it is; put the changes into a recipe file")
+    arguments.config()
+    importlib.import_module("common.study").run_study(
+        str(arguments.config_file),
+        Path(flags["out"]),
+        seeds=flags["seeds"],
+        fixed=flags["fixed"],
+        jobs=flags["jobs"],
+    )
+
+
 def _report(arguments: Arguments) -> None:
     for name in arguments.names:
         if not os.path.isfile(Path(name) / "run.json"):
@@ -321,6 +335,20 @@ COMMANDS: dict[str, Command] = {
                     kind=bool,
                     default=False,
                 ),
+            ),
+        ),
+        Command(
+            name="study",
+            summary="dense, fixed and scheduled rollouts over several seeds, with intervals",
+            text="Per seed: warm-up, profile, schedule, then one training run for each arm, --jobs of\n"
+            "them side by side. Stopped studies go on. Writes study.json and study.svg.",
+            example="sparrow study --config=configs/demo.py --out=runs/study",
+            run=_study,
+            flags=(
+                Flag(name="out", help="directory of the study", required=True),
+                Flag(name="seeds", help="replications", type=int, default=3),
+                Flag(name="fixed", help="schedule of the fixed arm", default="k=4"),
+                Flag(name="jobs", help="runs at the same time, one core each", type=int, default=2),
             ),
         ),
         Command(

@@ -294,9 +294,12 @@ def quantile_name(quantile: float) -> str:
 def search(
     profile: Mapping[str, Any], *, tau: float, quantile: float, monotone: bool = True
 ) -> Schedule:
-    """Per length bin the smallest measured budget whose quantile of alpha is at least tau.
+    """Per length bin the smallest measured budget from which on the quantile of alpha meets tau.
 
-        k(bin) = min {k measured : p_q(alpha | k, bin) >= tau},  dense if there is none
+        k(bin) = min {k measured : p_q(alpha | k', bin) >= tau for every measured k' >= k}
+
+    and dense if the largest one fails: a small budget that passes by luck, while a larger one does
+    not, is no evidence.
 
     profile: see `load_profile`. quantile: one of the profile's, 0.05 = p5 (the paper's), 0.01 = p1
     (sees rare but decisive tokens). monotone: budgets never fall with length (running maximum).
@@ -341,7 +344,7 @@ def search(
             "tau": tau,
             "quantile": quantile,
             "statistic": f"{name} of the exact acceptance rate",
-            "method": "smallest measured budget that meets tau"
+            "method": "smallest measured budget from which on all meet tau"
             + (", never falling with length" if monotone else ""),
             "measured_budgets": sorted({r["k"] for r in profile["rows"] if r["k"] != "dense"}),
             "inherited_bins": inherited,
@@ -354,10 +357,17 @@ def search(
 def _judge(
     rows: Sequence[Mapping[str, Any]], name: str, tau: float
 ) -> dict[int, tuple[int, Mapping[str, Any]]]:
-    """bin -> (budget, row it rests on); (DENSE, row of the largest budget) where none meets tau."""
+    """bin -> (budget, row it rests on); (DENSE, row of the largest budget) where that fails tau."""
     judged: dict[int, tuple[int, Mapping[str, Any]]] = {}
+    settled: set[int] = set()
     sparse = [row for row in rows if row["k"] != "dense" and row["enough"]]
-    for row in sorted(sparse, key=lambda row: row["k"]):
-        if judged.get(row["bin"], (DENSE,))[0] == DENSE:
-            judged[row["bin"]] = (row["k"] if row[name] >= tau else DENSE, row)
+    for row in sorted(sparse, key=lambda row: -row["k"]):
+        b = row["bin"]
+        if b in settled:
+            continue
+        if row[name] >= tau:
+            judged[b] = (row["k"], row)
+        else:
+            settled.add(b)
+            judged.setdefault(b, (DENSE, row))
     return judged

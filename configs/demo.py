@@ -13,11 +13,11 @@ from common.config import (
 
 
 def get_config() -> Config:
-    """2 layers (the first dense), 0.2 M parameters, 24 to 40 facts."""
+    """2 layers (the first dense), 0.2 M parameters, 24 to 36 facts, about 200 response tokens."""
     return Config(
         name="demo",
-        num_steps=20,
-        eval_every=5,
+        num_steps=16,
+        eval_every=8,
         model=ModelConfig(
             num_layers=2,
             hidden_size=96,
@@ -35,7 +35,7 @@ def get_config() -> Config:
             args={
                 "num_symbols": 64,
                 "min_entries": 24,
-                "max_entries": 40,
+                "max_entries": 36,
                 "fact_repeats": 4,
                 "hop_repeats": 4,
                 "partial_credit": True,
@@ -46,19 +46,27 @@ def get_config() -> Config:
             num_dense_layers=1,
             prompts_per_step=8,
             samples_per_prompt=8,
-            max_prompt_tokens=352,
-            max_response_tokens=320,
+            max_prompt_tokens=312,
+            max_response_tokens=272,
             num_slots=64,
         ),
         grpo=GrpoConfig(num_minibatches=2),
-        learner=LearnerConfig(learning_rate=3e-4, tokens_per_microbatch=8192),
+        learner=LearnerConfig(
+            learning_rate=3e-4, tokens_per_microbatch=16 * 592, length_buckets=(592,), remat=False
+        ),
         mismatch=MismatchConfig(
-            bin_tokens=64, tau=0.9, quantile=0.01, budgets=(1, 2, 4, 6, 8, 12, 16), min_tokens=100
+            bin_tokens=64,
+            tau=0.95,
+            quantile=0.01,
+            budgets=(4, 8, 12, 16),
+            num_rows=16,
+            profile_prompts=16,
+            profile_samples=4,
         ),
         warmup=WarmupConfig(
-            stages=((300, 12, 4, 16, 0.95), (100, 6, 24, 40, 0.95)),
+            stages=((300, 12, 4, 16, 0.93), (100, 6, 24, 36, 0.93)),
             noise=0.02,
-            noise_steps=100,
+            noise_steps=60,
             noise_batch=6,
         ),
     )

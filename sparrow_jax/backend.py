@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from common.config import Config, ModelConfig
@@ -61,14 +62,12 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
                 f"model.path={config.model.path!r} has {geometry.vocab_size} tokens, "
                 f"the task needs {vocab_size}"
             )
-        graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, nnx.Rngs(0))))
+        graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry)))
         return geometry, graph, params
     size = max(vocab_size, config.model.vocab_size)
     geometry = dataclasses.replace(config.model, vocab_size=size)
-    # Compiled as one program: drawn one by one, every shape would be compiled for itself.
-    graph, params = nnx.split(
-        nnx.jit(lambda: Decoder(geometry, nnx.Rngs(config.model.init_seed)))()
-    )
+    rng = np.random.default_rng(config.model.init_seed)
+    graph, params = nnx.split(Decoder(geometry, rng))
     return geometry, graph, params
 
 

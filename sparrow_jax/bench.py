@@ -173,7 +173,7 @@ def _contiguous_seconds(q, kv, shape: Shape) -> float:
 
 def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
     """A whole decode step through the model, in place: time, compiled memory, compilations."""
-    graph, params = nnx.split(Decoder(g, nnx.Rngs(0)))
+    graph, params = nnx.split(Decoder(g, np.random.default_rng(0)))
     token, one = jnp.ones((shape.batch, 1), jnp.int32), jnp.ones(shape.batch, jnp.int32)
     k_B = jnp.full(shape.batch, shape.selected - ops.NUM_RESERVED, jnp.int32)
     num_traces = 0

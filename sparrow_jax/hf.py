@@ -111,7 +111,7 @@ def load(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, nnx.S
         group = list(group)
         target = params if group[0].layer is None else params["layers"]
         target[name] = _read_param(tensors, group, dtype)
-    abstract = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, nnx.Rngs(0))))[1]
+    abstract = nnx.split(nnx.eval_shape(lambda: Decoder(geometry)))[1]
     nnx.replace_by_pure_dict(abstract, params)
     return geometry, abstract
 
@@ -162,7 +162,7 @@ class _Slot(NamedTuple):
 
 def _slots(geometry: ModelConfig) -> Iterator[_Slot]:
     """All tensors of a model, parameter by parameter."""
-    abstract = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, nnx.Rngs(0))))[1]
+    abstract = nnx.split(nnx.eval_shape(lambda: Decoder(geometry)))[1]
     pure = nnx.to_pure_dict(abstract)
     layers = pure.pop("layers")
     for name, x in pure.items():

@@ -14,8 +14,7 @@ A and B are orthogonal to each other and to the shared direction. All else is sc
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
 from common.config import ModelConfig
 
@@ -26,7 +25,7 @@ SMALL = 0.1
 
 def check(g: ModelConfig) -> None:
     """ValueError unless the geometry has room for the circuit."""
-    ok = g.num_layers >= 2 and g.hidden_size > 2 * g.head_dim and g.head_dim >= 4 * SLOW_FROM // 2
+    ok = g.num_layers >= 2 and g.hidden_size > 2 * g.head_dim and g.head_dim >= 2 * SLOW_FROM
     if not ok or g.embed_offset == 0:
         raise ValueError(
             f"induction_init with num_layers={g.num_layers}, hidden_size={g.hidden_size}, "
@@ -35,49 +34,45 @@ def check(g: ModelConfig) -> None:
         )
 
 
-def induction_weights(g: ModelConfig, embed_VD: jax.Array, w: dict, key: jax.Array) -> dict:
-    """New stacked layer parameters: `w` with the circuit drawn into layers 0 and 1."""
+def draw_circuit(
+    g: ModelConfig, embed_VD: np.ndarray, w: dict[str, np.ndarray], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """The stacked layer parameters `w` with the circuit drawn into layers 0 and 1 (in place)."""
     check(g)
     D, H, R = g.hidden_size, g.head_dim, g.num_heads // g.num_kv_heads
-    keys = jax.random.split(key, 3)
-    shared = jnp.sign(embed_VD.mean(0)) * D**-0.5
-    basis = jnp.concatenate([shared[:, None], jax.random.normal(keys[0], (D, 2 * H))], 1)
-    basis = jnp.linalg.qr(basis)[0]
+    shared = np.sign(embed_VD.mean(0)) * D**-0.5
+    basis = np.linalg.qr(np.column_stack([shared, rng.standard_normal((D, 2 * H))]))[0]
     content, before = basis[:, 1 : 1 + H], basis[:, 1 + H :]
-    w = dict(w)
-    w["down_LFD"] = w["down_LFD"] * SMALL
-    w["o_LNHD"] = w["o_LNHD"].at[0].multiply(2 * SMALL)
-    return _induction_head(g, _previous_token_head(g, w, shared, content, before, R), keys, content,
-                           before, shared, R)  # fmt: skip
+    w["down_LFD"] *= SMALL
+    w["o_LNHD"][0] *= 2 * SMALL
+
+    key_phase, query_phase = _previous_token_phases(g)
+    _mix(w["k_LDKH"][0, :, :1], np.outer(shared, key_phase))
+    _mix(w["q_LDNH"][0, :, :R], np.outer(shared, query_phase))
+    w["v_LDKH"][0, :, 0] = content
+    w["o_LNHD"][0, :R] = 0.7 / R * before.T
+
+    slow = np.tile(np.arange(H // 2) >= SLOW_FROM, 2)
+    match = rng.standard_normal((H, H)) * slow * H**-0.5
+    _mix(w["k_LDKH"][1, :, :1], before @ match)
+    _mix(w["q_LDNH"][1, :, :R], content @ match)
+    copied = rng.standard_normal((D, H))
+    copied = np.linalg.qr(copied - np.outer(shared, shared @ copied))[0]
+    w["v_LDKH"][1, :, 0] = copied
+    w["o_LNHD"][1, :R] = copied.T / R
+    return w
 
 
-def _previous_token_head(g, w, shared, content, before, R):
-    pairs = jnp.arange(g.head_dim // 2)
+def _previous_token_phases(g: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Key and query [H] that match best when the key stands one position before the query."""
+    pairs = np.arange(g.head_dim // 2)
     frequency = g.rope_theta ** (-pairs * 2 / g.head_dim)
-    fast = (pairs < FAST_PAIRS).astype(jnp.float32)
-    key_phase = jnp.concatenate([fast, 0 * fast])
-    query_phase = jnp.concatenate([fast * jnp.cos(frequency), -fast * jnp.sin(frequency)])
-    w["k_LDKH"] = _mix(w["k_LDKH"], 0, slice(0, 1), jnp.outer(shared, key_phase), SMALL)
-    w["q_LDNH"] = _mix(w["q_LDNH"], 0, slice(0, R), jnp.outer(shared, query_phase), SMALL)
-    w["v_LDKH"] = w["v_LDKH"].at[0, :, 0].set(content)
-    w["o_LNHD"] = w["o_LNHD"].at[0, :R].set(0.7 / R * before.T)
-    return w
+    fast = (pairs < FAST_PAIRS).astype(np.float32)
+    key = np.concatenate([fast, 0 * fast])
+    return key, np.concatenate([fast * np.cos(frequency), -fast * np.sin(frequency)])
 
 
-def _induction_head(g, w, keys, content, before, shared, R):
-    D, H = g.hidden_size, g.head_dim
-    slow = jnp.tile(jnp.arange(H // 2) >= SLOW_FROM, 2)
-    match = jax.random.normal(keys[1], (H, H)) * slow * H**-0.5
-    w["k_LDKH"] = _mix(w["k_LDKH"], 1, slice(0, 1), before @ match, SMALL)
-    w["q_LDNH"] = _mix(w["q_LDNH"], 1, slice(0, R), content @ match, SMALL)
-    copied = jax.random.normal(keys[2], (D, H))
-    copied = jnp.linalg.qr(copied - jnp.outer(shared, shared @ copied))[0]
-    w["v_LDKH"] = w["v_LDKH"].at[1, :, 0].set(copied)
-    w["o_LNHD"] = w["o_LNHD"].at[1, :R].set(copied.T / R)
-    return w
-
-
-def _mix(stack_LDNH, layer, heads, circuit_DH, keep):
-    """keep x the random draw of these heads + the circuit."""
-    drawn = stack_LDNH[layer, :, heads] * keep + circuit_DH[:, None]
-    return stack_LDNH.at[layer, :, heads].set(drawn)
+def _mix(heads_DNH: np.ndarray, circuit_DH: np.ndarray) -> None:
+    """Scale the random draw of these heads down and add the circuit, in place."""
+    heads_DNH *= SMALL
+    heads_DNH += circuit_DH[:, None]

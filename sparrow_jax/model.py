@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -61,37 +62,52 @@ def layer_shapes(g: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def draw(rng: np.random.Generator | None, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    """float32 normal numbers of standard deviation `scale`; without a generator, abstract zeros."""
+    if rng is None:
+        return jnp.zeros(shape, jnp.float32)
+    return rng.standard_normal(shape, np.float32) * np.float32(scale)
+
+
 class Layers(nnx.Module):
     """Stacked parameters of all blocks, drawn as N(0, 1/fan_in); residual outputs at half."""
 
-    def __init__(self, g: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, g: ModelConfig, rng: np.random.Generator | None):
         for name, shape in layer_shapes(g).items():
             if "norm" in name:
-                value = jnp.full(shape, g.qk_gain if name[1:6] == "_norm" else 1.0, jnp.float32)
+                gain = g.qk_gain if name in ("q_norm_LH", "k_norm_LH") else 1.0
+                value = jnp.full(shape, gain, jnp.float32)
             else:
                 fan_in = shape[1] * shape[2] if name == "o_LNHD" else shape[1]
                 gain = 0.5 if name in ("o_LNHD", "down_LFD") else 1.0
-                value = jax.random.normal(rngs.params(), shape) * gain * fan_in**-0.5
-            setattr(self, name, nnx.Param(value))
+                value = draw(rng, shape, gain * fan_in**-0.5)
+            setattr(self, name, nnx.Param(jnp.asarray(value)))
 
 
 class Decoder(nnx.Module):
-    """Parameters and forward passes; see the file's docstring."""
+    """Parameters and forward passes; see the file's docstring.
 
-    def __init__(self, g: ModelConfig, rngs: nnx.Rngs):
+    rng draws the weights, on the host: nothing is compiled for it. Without one they are zeros, for
+    nnx.eval_shape and for weights that are loaded.
+    """
+
+    def __init__(self, g: ModelConfig, rng: np.random.Generator | None = None):
         self.geometry = g
         V, D = g.vocab_size, g.hidden_size
-        offset = jax.random.rademacher(rngs.params(), (1, D), jnp.float32) * g.embed_offset
-        embed = (jax.random.normal(rngs.params(), (V, D)) + offset) * D**-0.5
-        self.embed_VD = nnx.Param(embed)
-        self.final_norm_D = nnx.Param(jnp.ones(D))
+        embed = draw(rng, (V, D), D**-0.5)
+        if g.embed_offset and rng is not None:
+            embed += np.float32(g.embed_offset * D**-0.5) * rng.choice((-1, 1), D).astype(
+                np.float32
+            )
+        self.embed_VD = nnx.Param(jnp.asarray(embed))
+        self.final_norm_D = nnx.Param(jnp.ones(D, jnp.float32))
         if not g.tie_embeddings:
-            self.head_VD = nnx.Param(jax.random.normal(rngs.params(), (V, D)) * D**-0.5)
-        self.layers = Layers(g, rngs)
-        if g.induction_init:
-            drawn = induction_init.induction_weights(g, embed, self._stack(), rngs.params())
-            for name, value in drawn.items():
-                getattr(self.layers, name)[...] = value
+            self.head_VD = nnx.Param(jnp.asarray(draw(rng, (V, D), D**-0.5)))
+        self.layers = Layers(g, rng)
+        if g.induction_init and rng is not None:
+            stack = {name: np.array(w) for name, w in self._stack().items()}
+            for name, value in induction_init.draw_circuit(g, embed, stack, rng).items():
+                getattr(self.layers, name)[...] = jnp.asarray(value)
 
     def head(self, dtype) -> jax.Array:
         """Output head [V, D]; the embedding when tied."""

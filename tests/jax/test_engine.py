@@ -42,11 +42,11 @@ def quick_compilation():
 @functools.cache
 def weights(seed=0):
     """Parameters whose distributions are peaked enough to tell tokens apart."""
-    params = nnx.split(Decoder(G, nnx.Rngs(seed)))[1]
+    params = nnx.split(Decoder(G, np.random.default_rng(seed)))[1]
     return jax.tree.map(lambda x: x * 1.5, params)
 
 
-GRAPH = nnx.split(Decoder(G, nnx.Rngs(0)))[0]
+GRAPH = nnx.split(Decoder(G, np.random.default_rng(0)))[0]
 
 
 @functools.cache
@@ -314,7 +314,7 @@ def test_the_pool_is_updated_in_place(max_selected):
         60,
         dataclasses.replace(G, num_layers=3),
     )  # a loop over layers, not one of each kind
-    graph, params = nnx.split(Decoder(g, nnx.Rngs(0)))
+    graph, params = nnx.split(Decoder(g, np.random.default_rng(0)))
     shapes = jax.eval_shape(lambda: kv_cache.allocate(g, 20_000, PAGE, jnp.float32))
     pool = sum(x.size * x.dtype.itemsize for x in shapes)
     ints = jax.ShapeDtypeStruct((S,), jnp.int32)

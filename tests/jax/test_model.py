@@ -30,7 +30,7 @@ jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 def make(g, seed=0):
     """A model whose norm gains are not all 1, as after training."""
-    graph, params = nnx.split(Decoder(g, nnx.Rngs(seed)))
+    graph, params = nnx.split(Decoder(g, np.random.default_rng(seed)))
     keys = iter(jax.random.split(jax.random.key(seed), 99))
     vary = lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape))  # noqa: E731
     return nnx.merge(graph, jax.tree.map(vary, params))
