@@ -340,15 +340,15 @@ COMMANDS: dict[str, Command] = {
         Command(
             name="study",
             summary="dense, fixed and scheduled rollouts over several seeds, with intervals",
-            text="Per seed: warm-up, profile, schedule, then one training run for each arm, --jobs of\n"
-            "them side by side. Stopped studies go on. Writes study.json and study.svg.",
+            text="Per seed: warm-up, profile, schedule, then one training run for each arm, "
+            "--jobs of them side by side. Stopped studies go on. Writes study.json and study.svg.",
             example="sparrow study --config=configs/demo.py --out=runs/study",
             run=_study,
             flags=(
                 Flag(name="out", help="directory of the study", required=True),
-                Flag(name="seeds", help="replications", type=int, default=3),
+                Flag(name="seeds", help="replications", kind=int, default=3),
                 Flag(name="fixed", help="schedule of the fixed arm", default="k=4"),
-                Flag(name="jobs", help="runs at the same time, one core each", type=int, default=2),
+                Flag(name="jobs", help="runs at the same time, one core each", kind=int, default=2),
             ),
         ),
         Command(

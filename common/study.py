@@ -115,7 +115,7 @@ class _Lanes:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment; our packages stay importable from another working directory."""
+    """The caller's environment, with our packages importable from any directory."""
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     return {**os.environ, "PYTHONPATH": path}
@@ -129,7 +129,7 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 
 def summarise(out: Path, arms: Sequence[str], seeds: int) -> dict[str, Any]:
-    """Per arm: start, end, gain, pages read, worst tails, speed; and paired differences to dense."""
+    """Per arm: rewards, pages read, worst tails, speed; and paired differences to dense."""
     table = {}
     for arm in arms:
         runs = [metrics.read_metrics(out / f"seed{s}" / folder(arm)) for s in range(seeds)]
