@@ -42,14 +42,17 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 # Every line goes on where it was stopped. The two runs share the machine, one core each.
 demo: $(VENV)/.base ## the whole method on this machine, about 10 minutes on 2 cores
 	$(SPARROW) warmup --config=$(CONFIG) --run=$(DEMO)/warmup
-	test -s $(DEMO)/profile.json || $(SPARROW) profile --config=$(CONFIG) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
+	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
 	$(SPARROW) schedule --config=$(CONFIG) --profile=$(DEMO)/profile.json --out=$(DEMO)/schedule.json
-	@trap 'kill -TERM $$dense $$sparse 2>/dev/null; wait; exit 130' INT TERM; \
-	echo "training dense and scheduled side by side"; \
-	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/dense --core=0 & dense=$$!; \
+	@touch $(DEMO)/dense.log $(DEMO)/scheduled.log; \
+	tail -n 0 -f $(DEMO)/dense.log $(DEMO)/scheduled.log & shown=$$!; \
+	trap 'kill -TERM $$dense $$sparse 2>/dev/null; wait $$dense $$sparse; kill $$shown; exit 130' INT TERM; \
+	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/dense --core=0 \
+	    --config.name=dense >>$(DEMO)/dense.log 2>&1 & dense=$$!; \
 	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/scheduled --core=1 \
-	    --config.rollout.schedule=$(DEMO)/schedule.json & sparse=$$!; \
-	wait $$dense; a=$$?; wait $$sparse; b=$$?; test $$a = 0 && test $$b = 0
+	    --config.name=scheduled --config.rollout.schedule=$(DEMO)/schedule.json \
+	    >>$(DEMO)/scheduled.log 2>&1 & sparse=$$!; \
+	wait $$dense; a=$$?; wait $$sparse; b=$$?; sleep 1; kill $$shown; test $$a = 0 && test $$b = 0
 	$(SPARROW) report $(DEMO)/dense $(DEMO)/scheduled --out=$(DEMO)/report.html
 
 test: $(VENV)/.test ## everything that needs no accelerator

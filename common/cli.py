@@ -3,7 +3,8 @@
     sparrow COMMAND --config=configs/x.py --config.a.b=VALUE --flag=VALUE
 
 Exit status: 0 done, 2 the user's mistake (one line `sparrow: ...` on stderr), 130 stopped by
-Ctrl-C or SIGTERM (the same command resumes), 1 a bug (traceback). --debug shows every traceback.
+Ctrl-C or SIGTERM (it says so where the same command resumes), 1 a bug (traceback). --debug shows
+every traceback.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if debug:
             raise
-        print("sparrow: stopped; the same command resumes", file=sys.stderr)
+        resumes = any(name in COMMANDS and COMMANDS[name].resumes for name in argv[:1])
+        print(f"sparrow: stopped{'; the same command resumes' * resumes}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `sparrow help config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -51,7 +51,10 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A row of the table. names: how the help shows positional arguments, "" if there are none."""
+    """A row of the table. names: how the help shows positional arguments, "" if there are none.
+
+    resumes: the command goes on where it was stopped.
+    """
 
     name: str
     summary: str
@@ -62,6 +65,7 @@ class Command:
     takes_config: bool = True
     names: str = ""
     min_names: int = 0
+    resumes: bool = False
 
 
 def _model_override(arguments: Arguments) -> dict[str, str]:
@@ -189,7 +193,8 @@ def _draw_schedule(found: Schedule, plot: Mapping[str, Any] | None, path: Path) 
 
 def _threshold(arguments: Arguments) -> tuple[float, float]:
     """(tau, quantile): the flags, else the recipe's, else the defaults of MismatchConfig."""
-    settings = (arguments.config() if arguments.config_file else Config()).mismatch
+    given = arguments.config_file or arguments.overrides
+    settings = (arguments.config() if given else Config()).mismatch
     tau, quantile = arguments.flags["tau"], arguments.flags["quantile"]
     return (
         settings.tau if tau is None else tau,
@@ -203,6 +208,8 @@ def _eval(arguments: Arguments) -> None:
     flags = arguments.flags
     if bool(flags["run"]) == bool(flags["model"]):
         raise UserError("sparrow eval: give either --run=RUN or --config=RECIPE with --model=DIR")
+    if flags["run"] and arguments.config_file:
+        raise UserError("--config has no effect with --run: a run has its own recipe; leave it out")
     if flags["run"]:
         config = run_dir.read_config(flags["run"])
         model = Path(flags["run"]) / "model"
@@ -273,6 +280,7 @@ COMMANDS: dict[str, Command] = {
             "it, and writes it to RUN/model.",
             example="sparrow warmup --config=configs/demo.py --run=runs/warmup",
             run=_warmup,
+            resumes=True,
             flags=(_RUN,),
         ),
         Command(
@@ -283,6 +291,7 @@ COMMANDS: dict[str, Command] = {
             "last checkpoint.",
             example="sparrow train --config=configs/demo.py --model=runs/warmup/model --run=runs/a",
             run=_train,
+            resumes=True,
             flags=(
                 _RUN,
                 _MODEL,
@@ -344,6 +353,7 @@ COMMANDS: dict[str, Command] = {
             "--jobs of them side by side. Stopped studies go on. Writes study.json and study.svg.",
             example="sparrow study --config=configs/demo.py --out=runs/study",
             run=_study,
+            resumes=True,
             flags=(
                 Flag(name="out", help="directory of the study", required=True),
                 Flag(name="seeds", help="replications", kind=int, default=3),

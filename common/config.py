@@ -33,6 +33,12 @@ def setting(default: Any, doc: str, *, choices: tuple[Any, ...] | None = None) -
     return field(default=default, metadata={"doc": doc, "choices": choices})
 
 
+def _at_least(config: Any, low: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(value >= low, f"{name}={value}: expected at least {low}")
+
+
 class _Checked:
     """Mixin: refuses values outside a field's choices; subclasses add `validate`."""
 
@@ -72,16 +78,9 @@ class ModelConfig(_Checked):
     init_seed: int = setting(0, "seed of from-scratch weights")
 
     def validate(self) -> None:
-        for name in (
-            "vocab_size",
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
-            _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
+        _at_least(self, 1, "vocab_size", "num_layers", "hidden_size", "intermediate_size")
+        _at_least(self, 1, "num_heads", "num_kv_heads", "head_dim")
+        _at_least(self, 0, "init_seed")
         _check(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
@@ -112,6 +111,7 @@ class TaskConfig(_Checked):
 
     def validate(self) -> None:
         object.__setattr__(self, "args", dict(self.args or {}))
+        _at_least(self, 1, "num_eval_prompts")
         _check(self.deadline_seconds > 0, f"deadline_seconds={self.deadline_seconds}: expected > 0")
         _check(
             self.seed != self.eval_seed,
@@ -142,21 +142,10 @@ class RolloutConfig(_Checked):
     seed: int = setting(0, "seed of the sampling noise")
 
     def validate(self) -> None:
-        for name in (
-            "page_size",
-            "prompts_per_step",
-            "samples_per_prompt",
-            "max_prompt_tokens",
-            "max_response_tokens",
-            "num_slots",
-            "decode_chunk",
-            "prefill_chunk",
-        ):
-            _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: expected at least 1")
-        _check(
-            self.num_dense_layers >= 0 and self.cache_pages >= 0,
-            "num_dense_layers and cache_pages must not be negative",
-        )
+        _at_least(self, 1, "page_size", "prompts_per_step", "samples_per_prompt", "num_slots")
+        _at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
+        _at_least(self, 1, "decode_chunk", "prefill_chunk")
+        _at_least(self, 0, "num_dense_layers", "cache_pages")
         _check(
             self.temperature > 0,
             f"temperature={self.temperature}: expected > 0 (greedy: sparrow eval --greedy)",
@@ -211,10 +200,7 @@ class GrpoConfig(_Checked):
             self.correction != "m2po" or self.correction_cap > 1,
             f"correction_cap={self.correction_cap}: m2po expects more than 1 (1.2214 = 0.04)",
         )
-        _check(
-            self.num_minibatches >= 1,
-            f"num_minibatches={self.num_minibatches}: expected at least 1",
-        )
+        _at_least(self, 1, "num_minibatches")
         _check(self.kl_coef >= 0, f"kl_coef={self.kl_coef}: expected >= 0")
 
 
@@ -246,10 +232,14 @@ class LearnerConfig(_Checked):
             list(buckets) == sorted(set(buckets)) and min(buckets, default=1) >= 1,
             f"length_buckets={buckets}: expected rising, positive lengths",
         )
+        _at_least(self, 1, "tokens_per_microbatch")
+        _at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
         _check(
-            self.tokens_per_microbatch >= 1,
-            f"tokens_per_microbatch={self.tokens_per_microbatch}: expected at least 1",
+            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+            f"beta1={self.beta1}, beta2={self.beta2}: expected in [0, 1)",
         )
+        _check(self.max_grad_norm > 0, f"max_grad_norm={self.max_grad_norm}: expected > 0")
+        _check(min(self.mesh) >= 1, f"mesh={self.mesh}: expected at least 1 along each axis")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,6 +259,8 @@ class MismatchConfig(_Checked):
     profile_samples: int = setting(4, "samples per prompt of a profile")
 
     def validate(self) -> None:
+        _at_least(self, 0, "every", "min_tokens")
+        _at_least(self, 1, "num_rows", "bin_tokens", "profile_prompts", "profile_samples")
         _check(0 < self.tau <= 1, f"tau={self.tau}: expected in (0, 1]")
         _check(
             list(self.budgets) == sorted(set(self.budgets)) and min(self.budgets, default=0) >= 0,
@@ -295,6 +287,16 @@ class WarmupConfig(_Checked):
     noise_steps: int = setting(110, "steps of the last phase")
     noise_batch: int = setting(16, "batch of the last phase")
 
+    def validate(self) -> None:
+        for stage in self.stages:
+            _check(
+                len(stage) == 5 and min(stage[:4]) >= 1,
+                f"stages: {stage}: expected (max_steps, batch, min_entries, max_entries, accuracy)",
+            )
+        _at_least(self, 0, "seed", "noise_steps", "learning_rate")
+        _at_least(self, 1, "noise_batch")
+        _check(0 <= self.noise < 1, f"noise={self.noise}: expected in [0, 1)")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_Checked):
@@ -314,10 +316,8 @@ class Config(_Checked):
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
     def validate(self) -> None:
-        _check(
-            self.num_steps >= 1 and self.checkpoint_every >= 1,
-            "num_steps and checkpoint_every must be at least 1",
-        )
+        _at_least(self, 1, "num_steps", "checkpoint_every")
+        _at_least(self, 0, "eval_every")
         _check(
             self.keep_checkpoints >= 2,
             "keep_checkpoints must be at least 2: the newest may turn out damaged",

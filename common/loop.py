@@ -54,6 +54,7 @@ def train(config: Config, run: RunDir) -> None:
             tau=config.mismatch.tau,
         )
         with contextlib.closing(checkpoints), writer:
+            saving: dict[str, Any] = {}
             while step < config.num_steps:
                 before = _evaluate(parts, "start_") if step == 0 else {}
                 values, bins, alarms = train_step(parts, step, version)
@@ -62,10 +63,11 @@ def train(config: Config, run: RunDir) -> None:
                     push(parts, version)
                 if _evaluation_due(config, step + 1):
                     values |= _evaluate(parts)
-                writer.write(step, before | values, bins=bins, alarms=alarms)
+                writer.write(step, before | values | saving, bins=bins, alarms=alarms)
                 step += 1
                 if step % config.checkpoint_every == 0 or step == config.num_steps:
-                    checkpoints.save(step, {"step": step, "version": version})
+                    with _timed(saving, "time/checkpoint"):
+                        checkpoints.save(step, {"step": step, "version": version})
         parts.backend.save_model(run.path / "model")
 
 
@@ -119,8 +121,11 @@ def train_step(
             logp_ref_BT=reference,
         )
     with _timed(values, "time/update"):
-        update = backend.learner.update(batch)
+        update = dict(backend.learner.update(batch))
 
+    rollout_stats.add_clip_fraction(
+        bins, update.pop("clipped_by_position"), rollout, config.mismatch.bin_tokens
+    )
     values |= rollout_stats.describe_rollout(rollout, rewards, schedule)
     values |= {**mismatch, **update, **batch.stats}
     values |= {
@@ -190,13 +195,27 @@ def _evaluate(parts: Parts, prefix: str = "") -> dict[str, float]:
 
 
 def _describe_run(parts: Parts, run: RunDir, step: int) -> None:
-    """Say on the console what runs, and keep the schedule with the run."""
-    schedule = parts.schedule
+    """Say on the console what runs, and keep the schedule with the run.
+
+    A run that goes on must have the schedule that it was started with: the configuration names a
+    file, whose content may have changed since.
+    """
+    schedule, path = parts.schedule, run.path / "schedule.json"
+    record = "dense" if schedule is None else schedule.to_json()
+    if step and path.is_file() and _effect(json.loads(path.read_text())) != _effect(record):
+        raise UserError(
+            f"rollout.schedule={parts.config.rollout.schedule}: is no longer the schedule that "
+            f"{run.path} was started with (kept in its schedule.json); restore it or name a new run"
+        )
     text = "dense" if schedule is None else schedule.describe()
     facts = ", ".join(f"{k} {v}" for k, v in parts.backend.description.items())
     print(f"{run.path}: {facts}; rollout {text}" + (f"; goes on at step {step}" if step else ""))
-    record = "dense" if schedule is None else schedule.to_json()
-    atomic_write_text(run.path / "schedule.json", json.dumps(record, indent=1) + "\n")
+    atomic_write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def _effect(record: str | dict[str, Any]) -> Any:
+    """What of a schedule file decides about rollouts: all but its name and history."""
+    return record if record == "dense" else (record["page_size"], record["bins"])
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ METRICS: dict[str, str] = {
     "mismatch/k3": "k3 estimate of KL(sparse || dense), nats per token",
     "mismatch/ess": "effective sample size of the importance weights, share of tokens",
     "mismatch/abs_diff": "mean |p_sparse - p_dense| of the sampled tokens",
+    "mismatch/replay_error": "largest |log-prob replayed - decoded| of a sampled token",
     "mismatch/ratio_max": "largest p_dense / p_sparse of a sampled token",
     "grpo/loss": "GRPO loss",
     "grpo/grad_norm": "global gradient norm before clipping",
@@ -53,10 +54,15 @@ METRICS: dict[str, str] = {
     "grpo/masked_fraction": "share of response tokens dropped by the correction",
     "grpo/truncated_fraction": "share of response tokens whose weight was cut to the cap",
     "grpo/entropy": "mean entropy of the dense policy, nats",
-    "grpo/ratio_first_minibatch": "mean ratio of the first minibatch; exactly 1 on-policy",
-    "rollout/share_of_pages": "pages read / pages present, over all decoded tokens",
+    "grpo/ratio_first_minibatch": "largest learner / scorer probability before the step "
+    "(numerics; the loss takes exactly 1)",
+    "grpo/kl_reference": "k3-KL to the start policy, nats per token (with kl_coef > 0)",
+    "grpo/num_updates": "optimizer steps taken; minibatches without signal take none",
+    "rollout/share_of_pages": "pages read / pages present in the sparse layers, all decoded tokens",
     "rollout/tokens": "sampled tokens",
-    "eval/reward": "held-out reward, dense decoding",
+    "rollout/prefill_tokens": "prompt tokens prefilled: once per prompt, whatever the group size",
+    "eval/start_reward": "held-out reward of the start policy (first record only)",
+    "eval/reward": "held-out reward after the step, dense decoding",
     "eval/reward_low": "lower end of its 95 % interval",
     "eval/reward_high": "upper end of its 95 % interval",
     "weights/version": "weight version that sampled the step",
@@ -67,7 +73,7 @@ METRICS: dict[str, str] = {
     "time/pack": "seconds packing the batch",
     "time/update": "seconds in optimizer steps",
     "time/push": "seconds pushing weights",
-    "time/checkpoint": "seconds saving",
+    "time/checkpoint": "seconds of the save before this step",
     "time/step": "seconds of the whole step",
     "throughput/rollout_tokens_per_second": "sampled tokens / time/rollout",
     "throughput/step_tokens_per_second": "sampled tokens / time/step",
@@ -92,6 +98,21 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 def comparable(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records without timings (`time/`, `throughput/`): equal for equal runs on CPU."""
     return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in records]
+
+
+def evaluations(
+    records: Iterable[Mapping[str, Any]],
+) -> list[tuple[int, float, float | None, float | None]]:
+    """(updates done, held-out reward, low, high) of every evaluation, the start policy first."""
+    points = []
+    for record in records:
+        for updates, prefix in ((0, "eval/start_"), (record["step"] + 1, "eval/")):
+            value, *ends = (
+                record.get(f"{prefix}{k}") for k in ("reward", "reward_low", "reward_high")
+            )
+            if isinstance(value, int | float):
+                points.append((updates, value, *ends))
+    return points
 
 
 def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:

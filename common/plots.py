@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from common.metrics import evaluations
+
 WIDTH, HEIGHT = 340, 262
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8609a", "#b07d00", "#3a8fc4", "#7a6a53")
 """Okabe-Ito, light ones darkened for white paper; told apart by colour-blind people."""
@@ -263,9 +265,10 @@ def lines(
 
 def reward_curves(runs: Sequence[Run], title: str = "Reward") -> str | None:
     """Training reward thin, held-out reward (dense decoding) with markers and 95 % intervals."""
-    drawn = [
-        (i, run, run.series("reward/mean"), run.series("eval/reward")) for i, run in enumerate(runs)
-    ]
+    drawn = []
+    for i, run in enumerate(runs):
+        held = np.array([point[:2] for point in evaluations(run.records)], float).reshape(-1, 2).T
+        drawn.append((i, run, run.series("reward/mean"), held))
     drawn = [entry for entry in drawn if len(entry[2][0]) or len(entry[3][0])]
     if not drawn:
         return None
@@ -276,11 +279,10 @@ def reward_curves(runs: Sequence[Run], title: str = "Reward") -> str | None:
             color, shift = color_of(i), 0.12 * (i - (len(runs) - 1) / 2)
             figure.axes.plot(*train, color=color, linewidth=0.9, alpha=0.6)
             figure.axes.plot(held[0] + shift, held[1], color=color, marker="o", markersize=4.5)
-            for record in run.records:
-                ends_of = (record.get("eval/reward_low"), record.get("eval/reward_high"))
-                if is_number(ends_of[0]) and is_number(ends_of[1]):
-                    x = record["step"] + shift
-                    figure.axes.plot((x, x), ends_of, color=color, linewidth=1.2)
+            for updates, _, low, high in evaluations(run.records):
+                if is_number(low) and is_number(high):
+                    x = updates + shift
+                    figure.axes.plot((x, x), (low, high), color=color, linewidth=1.2)
             ends.append(((held if len(held[1]) else train)[1][-1], label, color))
             steps += [train[0], held[0]]
         step_axis(figure.axes, np.concatenate(steps))

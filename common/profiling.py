@@ -11,6 +11,7 @@ import numpy as np
 
 from common import corrections, mismatch, tasks
 from common.config import Config
+from common.errors import UserError
 from common.progress import Progress
 from common.run_dir import atomic_write_text
 from common.schedule import PROFILE_FORMAT, Schedule
@@ -25,16 +26,21 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
 
     For each k: rollouts with k pages at every length, on prompts that are neither trained nor
     evaluated on; dense and sparse log-probs of the same tokens; statistics of alpha per length bin.
-    The dense rollout gives the floor: what engine and scorer differ by without any sparsity.
+    The dense rollout gives the floor of abs_diff and k3: what engine and scorer differ by without
+    any sparsity. Its alpha is 1 by construction: the replay compares the dense pass with itself.
     """
+    if config.rollout.top_p < 1:
+        raise UserError(
+            f"rollout.top_p={config.rollout.top_p}: a profile needs 1.0, since the replay's "
+            "log-probs are not renormalised over the nucleus"
+        )
     with open_parts(config) as parts, Progress("profile") as progress:
-        budgets = config.mismatch.budgets
+        budgets = (None, *config.mismatch.budgets)
         rows: list[dict[str, Any]] = []
-        summary = [_measure(parts, None, rows)]
-        _print_line(summary[0])
+        summary: list[dict[str, Any]] = []
         for i, k in enumerate(budgets):
             summary.append(_measure(parts, k, rows))
-            _print_line(summary[-1])
+            progress.print(_show(summary[-1]))
             progress(i + 1, len(budgets))
     record = {
         "format": PROFILE_FORMAT,
@@ -81,8 +87,10 @@ def _line(parts: Parts, rollout: Rollout, schedule, stats, name) -> dict[str, An
     dense = parts.backend.scorer.logprobs(rollout).logp_dense_BT
     ratios = corrections.summary(dense - logp, mask, logp_sparse_BT=logp)
     lengths = rollout.total_len_B - rollout.prompt_len_B
-    positions = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)[mask]
-    share = 1.0 if schedule is None else schedule.share_of_pages(positions + 1)
+    positions = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)
+    # The token at position p saw p tokens; the first of a response comes from the dense prefill.
+    seen = positions[mask & (positions > rollout.prompt_len_B[:, None])]
+    share = 1.0 if schedule is None or not seen.size else schedule.share_of_pages(seen)
     tails = {
         q: min(mismatch.tail(stats, v).values(), default=None)
         for q, v in (("p1", 0.01), ("p5", 0.05))
@@ -99,9 +107,9 @@ def _line(parts: Parts, rollout: Rollout, schedule, stats, name) -> dict[str, An
     }
 
 
-def _print_line(s: dict[str, Any]) -> None:
+def _show(s: dict[str, Any]) -> str:
     show = {q: "-" if s[q] is None else f"{s[q]:.3f}" for q in ("p1_min", "p5_min")}
-    print(
+    return (
         f"k = {s['k']!s:>5}  pages read {s['share_of_pages']:4.0%}  p1 min {show['p1_min']}  "
         f"p5 min {show['p5_min']}  |dp| {s['abs_diff']:.5f}  k3 {s['k3']:.5f}  "
         f"reward {s['reward']:.3f}  length {s['len_mean']:.0f}"

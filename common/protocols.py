@@ -73,8 +73,8 @@ class Learner(Protocol):
         """Current weights, in the form that `load_weights` of the same backend takes."""
         ...
 
-    def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        """One optimizer step per minibatch; returns loss, gradient norm, clip fraction, ..."""
+    def update(self, batch: TrainBatch) -> Mapping[str, Any]:
+        """One optimizer step per minibatch; grpo/* values, and clipped_by_position, int [T]."""
         ...
 
 

@@ -287,7 +287,18 @@ def _bin_table(run: LoadedRun) -> str:
     last = measured[-max(1, len(measured) // 4) :]
     if not last:
         return ""
-    columns = ("count", "k", "mean", "p5", "p1", "k1", "k3", "ess", "clip_fraction")
+    columns = (
+        "count",
+        "k",
+        "mean",
+        "p5",
+        "p1",
+        "k1",
+        "k3",
+        "ess",
+        "clip_fraction",
+        "masked_fraction",
+    )
     columns = (*columns, "masked_fraction")
     rows = []
     for number in sorted({entry["bin"] for record in last for entry in record["bins"]}):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from common.metrics import evaluations
 from common.plots import Run, is_number
 
 _SEED_KEYS = ("name", "task.seed", "rollout.seed", "model.init_seed", "warmup.seed")
@@ -77,13 +78,9 @@ def verdict(runs: Sequence[LoadedRun]) -> str:
 
 
 def held_out(run: LoadedRun) -> tuple[int, float, float | None, float | None] | None:
-    """(step, reward, low, high) of the last evaluation, or None."""
-    for record in reversed(run.plot.records):
-        if is_number(record.get("eval/reward")):
-            low, high = record.get("eval/reward_low"), record.get("eval/reward_high")
-            interval = (low, high) if is_number(low) and is_number(high) else (None, None)
-            return record["step"], record["eval/reward"], *interval
-    return None
+    """(updates done, reward, low, high) of the last evaluation, or None."""
+    points = evaluations(run.plot.records)
+    return points[-1] if points else None
 
 
 def _reward(run: LoadedRun) -> str:
@@ -91,9 +88,9 @@ def _reward(run: LoadedRun) -> str:
     if last:
         step, reward, low, high = last
         interval = "" if low is None else f" (95 % interval {low:.3f} to {high:.3f})"
-        first = run.plot.series("eval/reward")[1][0]
-        since = f", from {first:.3f}" if len(run.plot.series("eval/reward")[1]) > 1 else ""
-        return f"{name}: held-out reward {reward:.3f}{interval} after {step + 1} step(s){since}."
+        points = evaluations(run.plot.records)
+        since = f", from {points[0][1]:.3f}" if len(points) > 1 else ""
+        return f"{name}: held-out reward {reward:.3f}{interval} after {step} step(s){since}."
     train = run.plot.series("reward/mean")[1]
     if len(train):
         tail = train[-5:]

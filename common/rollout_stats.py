@@ -29,8 +29,9 @@ def replayed_rows(num_rows: int, count: int, step: int) -> np.ndarray:
 def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule | None) -> dict:
     """reward/*, response/* and rollout/* of the record."""
     lengths = rollout.total_len_B - rollout.prompt_len_B
-    by_group = [rewards[rollout.group_B == g] for g in np.unique(rollout.group_B)]
-    valid = rewards[~np.isnan(rewards)]
+    have = ~np.isnan(rewards)
+    by_group = [np.unique(rewards[have & (rollout.group_B == g)]) for g in set(rollout.group_B)]
+    valid = rewards[have]
     share = 1.0
     if schedule is not None:
         positions = np.broadcast_to(np.arange(rollout.tokens_BT.shape[1]), rollout.tokens_BT.shape)
@@ -40,8 +41,8 @@ def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule |
     return {
         "reward/mean": valid.mean() if valid.size else 0.0,
         "reward/std": valid.std() if valid.size else 0.0,
-        "reward/groups_with_signal": np.mean([np.nanmax(g) > np.nanmin(g) for g in by_group]),
-        "reward/missing": int(np.isnan(rewards).sum()),
+        "reward/groups_with_signal": np.mean([len(g) > 1 for g in by_group]),
+        "reward/missing": int((~have).sum()),
         "response/len_mean": lengths.mean(),
         "response/len_max": int(lengths.max()),
         "response/finished": rollout.finished_B.mean(),
@@ -60,7 +61,11 @@ def describe_mismatch(
     config: Config,
     step: int,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-    """(mismatch/* values, one dict per length bin, alarms): alpha on some rows, ratios on all."""
+    """(mismatch/* values, one dict per length bin, alarms): alpha on some rows, ratios on all.
+
+    A dense rollout is not replayed: dense against dense in one program is 1. Its noise floor is
+    what engine and scorer differ by, in the ratio statistics.
+    """
     c, mask = config.mismatch, rollout.response_mask_BT
     log_ratio = scored.logp_dense_BT - rollout.logp_sparse_BT
     total = corrections.summary(log_ratio, mask, logp_sparse_BT=rollout.logp_sparse_BT)
@@ -81,7 +86,7 @@ def describe_mismatch(
         logp_sparse_BT=rollout.logp_sparse_BT,
     )  # fmt: skip
     exact: dict[int, Mapping[str, Any]] = {}
-    if c.every and step % c.every == 0:
+    if schedule is not None and c.every and step % c.every == 0:
         rows = replayed_rows(len(mask), c.num_rows, step)
         replay = scorer.replay(rollout, rows, schedule)
         stats = mismatch.statistics(
@@ -120,3 +125,13 @@ def _merge_bins(per_bin, exact, schedule: Schedule | None, width: int) -> list[d
             entry[name] = ratios[name]
         bins.append(entry)
     return bins
+
+
+def add_clip_fraction(
+    bins: list[dict[str, Any]], clipped_T: np.ndarray, rollout: Rollout, width: int
+) -> None:
+    """Put the share of response tokens whose ratio the update clipped into each bin's dict."""
+    tokens_T = rollout.response_mask_BT.sum(0)
+    for entry in bins:
+        span = slice(entry["bin"] * width, (entry["bin"] + 1) * width)
+        entry["clip_fraction"] = float(clipped_T[span].sum() / max(tokens_T[span].sum(), 1))

@@ -319,10 +319,8 @@ def search(
         raise ValueError(
             "profile: no bin has enough tokens at any budget; profile more prompts, or longer ones"
         )
-    chosen, inherited = [], []
+    chosen = []
     for b in range(1 + max(row["bin"] for row in profile["rows"])):
-        if b not in judged:
-            inherited.append(b)
         before = chosen[-1] if chosen else judged[min(judged)]
         k, row = judged.get(b, before)
         chosen.append((max(k, before[0]) if monotone and chosen else k, row))
@@ -347,7 +345,7 @@ def search(
             "method": "smallest measured budget from which on all meet tau"
             + (", never falling with length" if monotone else ""),
             "measured_budgets": sorted({r["k"] for r in profile["rows"] if r["k"] != "dense"}),
-            "inherited_bins": inherited,
+            "inherited_bins": [b for b in range(len(chosen)) if b not in judged],
             "bins": bins,
             "versions": dict(profile.get("versions", {})),
         },

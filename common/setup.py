@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ from common.schedule import Schedule
 from common.tasks import Task
 
 BACKENDS = {"jax": "sparrow_jax"}
-"""Package of each rollout engine that is built in."""
+"""Package of each rollout engine that is built in; an engine has the name of its framework."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,14 @@ class Parts:
 
 
 def backend_package(config: Config) -> str:
-    """Import name of the configured backend; UserError if it is not built in."""
+    """Import name of the configured backend; UserError if it is not built in or not installed."""
     engine = config.rollout.engine
     if engine not in BACKENDS:
         raise UserError(
             f"--config.rollout.engine={engine}: not built in yet; use {', '.join(BACKENDS)}"
         )
+    if importlib.util.find_spec(engine) is None:
+        raise UserError(f"{engine} is not installed; run: pip install 'sparrow-rl[{engine}]'")
     return BACKENDS[engine]
 
 

@@ -36,10 +36,15 @@ def run_study(config_file: str, out: Path, *, seeds: int, fixed: str, jobs: int)
     out.mkdir(parents=True, exist_ok=True)
     arms = {"dense": "dense", f"fixed {fixed}": fixed, "scheduled": "{seed_dir}/schedule.json"}
     lanes = _Lanes(config_file, jobs, total=seeds * (3 + len(arms)))
+    work = [(arm, text, seed) for seed in range(seeds) for arm, text in arms.items()]
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda seed: lanes.prepare(out / f"seed{seed}", seed), range(seeds)))
-        work = [(arm, text, seed) for seed in range(seeds) for arm, text in arms.items()]
-        list(pool.map(lambda w: lanes.train(out / f"seed{w[2]}", *w), work))
+        try:
+            list(pool.map(lambda seed: lanes.prepare(out / f"seed{seed}", seed), range(seeds)))
+            list(pool.map(lambda w: lanes.train(out / f"seed{w[2]}", *w), work))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            lanes.stop()
+            raise
     result = summarise(out, list(arms), seeds)
     atomic_write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
     curves = {arm: [curve(out / f"seed{s}" / folder(arm)) for s in range(seeds)] for arm in arms}
@@ -61,9 +66,15 @@ class _Lanes:
     def __init__(self, config_file: str, jobs: int, total: int):
         self._config, self._total, self._done = config_file, total, 0
         self._start = time.monotonic()
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._cores: queue.SimpleQueue[int] = queue.SimpleQueue()
         for core in range(jobs):
             self._cores.put(core)
+
+    def stop(self) -> None:
+        """End what runs; each command stops at its last checkpoint."""
+        for process in list(self._running):
+            process.terminate()
 
     def prepare(self, seed_dir: Path, seed: int) -> None:
         """Warm-up, profile and schedule of a seed."""
@@ -100,11 +111,14 @@ class _Lanes:
         start = time.monotonic()
         path = seed_dir / f"{log or command}.log"
         with path.open("a", encoding="utf-8") as out:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [*words, *flags, *seeds], stdout=out, stderr=subprocess.STDOUT, env=_environment()
             )
-        if done.returncode:
-            raise UserError(f"{command} of seed {seed} ended with {done.returncode}; see {path}")
+            self._running.add(process)
+            status = process.wait()
+            self._running.discard(process)
+        if status:
+            raise UserError(f"{command} of seed {seed} ended with {status}; see {path}")
         self._done += 1
         print(
             f"[{self._done}/{self._total}] seed {seed} {log or command}: "

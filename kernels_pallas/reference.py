@@ -84,44 +84,65 @@ def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
     """
     B, T, N, H = q_BTNH.shape
     _, K, M, _, C, _ = kv_pages_LKMxCH.shape
-    pool = kv_pages_LKMxCH.reshape(-1, 2, C, H)
+    pool = kv_pages_LKMxCH.reshape(
+        -1, C * H
+    )  # keys of page i in row 2 i, its values in row 2 i + 1
     width = page_ids.shape[-1]
     step = min(width, max(1, STEP_TOKENS // C))
-    pad = -width % step
-    page_ids = jnp.pad(page_ids, [(0, 0)] * (page_ids.ndim - 1) + [(0, pad)])
+    page_ids = jnp.pad(page_ids, [(0, 0)] * (page_ids.ndim - 1) + [(0, -width % step)])
     q_XH = q_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B * K, -1, H)
     query = jnp.repeat(jnp.arange(T), N // K)
+
+    def read(rows):
+        return pool.at[rows].get(mode="promise_in_bounds").reshape(-1, H).astype(jnp.float32)
 
     def attend(i):
         b, k = i // K, i % K
         ids_J = page_ids[b] if page_ids.ndim == 2 else page_ids[b, k]
+        ids_J = 2 * (ids_J + (layer * K + k) * M)
         q = q_XH[i].astype(jnp.float32) * H**-0.5
+        num_full = length_B[b] // C
         limit = jnp.minimum(start_B[b] + query + 1, length_B[b])
+        # Past the full pages the list repeats its first page: real numbers, which get no weight.
+        full_J = jnp.where(jnp.arange(ids_J.shape[0]) < num_full, ids_J, ids_J[0])
+        tail = lax.dynamic_slice_in_dim(ids_J, jnp.minimum(num_full, width - 1), 1)
+        index = num_full * C + jnp.arange(C)
+        value = jnp.where((index < length_B[b])[:, None], read(tail + 1), 0)
+        state = _attend_more(_nothing(q), q, read(tail), value, index < limit[:, None])
 
         def chunk(state):
-            j, m, denom, acc = state
-            ids = lax.dynamic_slice_in_dim(ids_J, j * step, step) + (layer * K + k) * M
-            kv = pool.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
+            j, *state = state
+            rows = lax.dynamic_slice_in_dim(full_J, j * step, step)
             index = j * step * C + jnp.arange(step * C)
-            key = kv[:, 0].reshape(-1, H)
-            value = jnp.where((index < length_B[b])[:, None], kv[:, 1].reshape(-1, H), 0)
-            s = jnp.where(index < limit[:, None], q @ key.T, NEG)
-            m_new = jnp.maximum(m, s.max(-1))
-            p, scale = jnp.exp(s - m_new[:, None]), jnp.exp(m - m_new)
-            return j + 1, m_new, denom * scale + p.sum(-1), acc * scale[:, None] + p @ value
+            visible = index < jnp.minimum(limit, num_full * C)[:, None]
+            return j + 1, *_attend_more(state, q, read(rows), read(rows + 1), visible)
 
-        rows = q.shape[0]
-        start = (0, jnp.full(rows, NEG), jnp.zeros(rows), jnp.zeros((rows, H)))
-        _, m, denom, acc = lax.while_loop(lambda s: s[0] * step * C < length_B[b], chunk, start)
-        seen = (limit > 0) & (m > NEG)
-        out = jnp.where(seen[:, None], acc / jnp.where(seen, denom, 1)[:, None], 0)
-        return out, jnp.where(seen, m + jnp.log(jnp.where(seen, denom, 1)), -jnp.inf)
+        _, m, denom, acc = lax.while_loop(lambda s: s[0] * step < num_full, chunk, (0, *state))
+        seen = denom > 0
+        denom = jnp.where(seen, denom, 1)
+        return acc / denom[:, None], jnp.where(seen, m + jnp.log(denom), -jnp.inf)
 
     bytes_per_row = step * 2 * C * H * kv_pages_LKMxCH.dtype.itemsize
     out, lse = lax.map(attend, jnp.arange(B * K), batch_size=_rows_per_step(bytes_per_row))
     out = out.reshape(B, K, T, N // K, H).swapaxes(1, 2).reshape(B, T, N, H)
     lse = lse.reshape(B, K, T, N // K).swapaxes(1, 2).reshape(B, T, N)
     return out.astype(q_BTNH.dtype), lse
+
+
+def _nothing(q_XH):
+    """Online-softmax state before the first key: (max, denominator, weighted sum of values)."""
+    rows = q_XH.shape[0]
+    return jnp.full(rows, NEG), jnp.zeros(rows), jnp.zeros(q_XH.shape)
+
+
+def _attend_more(state, q_XH, key_SH, value_SH, visible_XS):
+    """The state after further keys; invisible ones have weight 0."""
+    m, denom, acc = state
+    s = jnp.where(visible_XS, q_XH @ key_SH.T, NEG)
+    m_new = jnp.maximum(m, s.max(-1))
+    p = jnp.where(visible_XS, jnp.exp(s - m_new[:, None]), 0)
+    scale = jnp.exp(m - m_new)
+    return m_new, denom * scale + p.sum(-1), acc * scale[:, None] + p @ value_SH
 
 
 def _rows_per_step(bytes_per_row):

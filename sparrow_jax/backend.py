@@ -43,7 +43,12 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
         reference=reference if config.grpo.kl_coef > 0 else None,
         learner=learner,
         open_checkpoints=lambda path: Checkpoints(path, learner, config.keep_checkpoints),
-        save_model=lambda path: hf.save(path, geometry, learner.params),
+        save_model=lambda path: hf.save(
+            path,
+            geometry,
+            learner.params,
+            extra={} if geometry.path else {"eos_token_id": list(stop_ids)},
+        ),
         description={
             "backend": f"jax {jax.__version__} on {device.platform} ({device.device_kind})",
             "compute dtype": jnp.dtype(dtype).name,

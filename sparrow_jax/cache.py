@@ -23,12 +23,6 @@ def allocate(g: ModelConfig, num_pages: int, page_size: int, dtype) -> tuple[jax
     return kv, jnp.zeros((L, K, num_pages, H), dtype)
 
 
-def cache_bytes(g: ModelConfig, num_pages: int, page_size: int, itemsize: int) -> int:
-    """Bytes of keys, values and landmarks of a pool."""
-    per_page = (2 * page_size + 1) * g.head_dim
-    return g.num_layers * g.num_kv_heads * num_pages * per_page * itemsize
-
-
 @dataclasses.dataclass
 class PagePool:
     """Free list and reference counts of the physical pages 1 .. num_pages - 1."""

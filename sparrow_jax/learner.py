@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def policy_loss_sum(logp, batch: Mapping[str, jax.Array], clip_low, clip_high, k
     drift = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logp) - batch["logp_old_BT"]), 0.0)
     sums = {
         "loss": loss,
-        "clipped": is_clipped.sum().astype(jnp.float32),
+        "clipped_T": is_clipped.sum(0),
         "k3": jnp.where(mask, k3, 0.0).sum(),
         "drift": jnp.where(fresh, drift.max(), 0.0),
     }
@@ -72,9 +73,7 @@ def _accumulate(params, grads, batch, numbers, fresh, temperature, *, graph, dty
     return jax.tree.map(jnp.add, grads, new), sums
 
 
-@functools.partial(
-    jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "state", "grads")
-)
+@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "state"))
 def _apply(params, state, grads, denominator, *, optimizer):
     """One optimizer step; also the gradient norm before clipping."""
     grads = jax.tree.map(lambda g: g / denominator, grads)
@@ -111,30 +110,41 @@ class JaxLearner:
         tree = jax.tree.structure(self._opt_state)
         self._opt_state = jax.tree.unflatten(tree, state["opt_state"])
 
-    def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        """One optimizer step per minibatch that has a signal; means over the whole batch."""
-        totals = {"loss": 0.0, "clipped": 0.0, "k3": 0.0}
-        norms, drift = [], 0.0
-        for i, (micro, denominator) in enumerate(
-            zip(batch.minibatches, batch.denominators, strict=True)
-        ):
+    def update(self, batch: TrainBatch) -> Mapping[str, Any]:
+        """One optimizer step per minibatch that has a signal; means over the whole batch.
+
+        "clipped_by_position" counts clipped tokens, int [T]; all other values are numbers. Raises
+        FloatingPointError for a gradient that is not finite: the run ends before such weights are
+        saved.
+        """
+        totals, norms, drift = {"loss": 0.0, "k3": 0.0}, [], 0.0
+        longest = max((m.tokens_BT.shape[1] for b in batch.minibatches for m in b), default=1)
+        clipped_T = np.zeros(longest, np.int64)
+        for micro, denominator in zip(batch.minibatches, batch.denominators, strict=True):
             if not micro or denominator == 0:
                 continue
-            sums = self._step(micro, denominator, fresh=not norms and i == 0)
-            norms.append(sums.pop("norm"))
-            drift = max(drift, sums.pop("drift"))
-            totals = {k: totals[k] + sums[k] for k in totals}
+            # Until the first step, the weights are those that scored the rollout.
+            sums, norm = self._step(micro, denominator, fresh=not norms)
+            norms.append(norm)
+            drift = max(drift, *(float(s["drift"]) for s in sums))
+            totals = {k: v + sum(float(s[k]) for s in sums) for k, v in totals.items()}
+            for s in sums:
+                clipped_T[: len(s["clipped_T"])] += s["clipped_T"]
         tokens = max(sum(batch.denominators), 1.0)
         return {
             "grpo/loss": totals["loss"] / tokens,
             "grpo/grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "grpo/clip_fraction": totals["clipped"] / tokens,
+            "grpo/clip_fraction": float(clipped_T.sum() / tokens),
             "grpo/kl_reference": totals["k3"] / tokens,
             "grpo/ratio_first_minibatch": float(np.exp(drift)),
             "grpo/num_updates": float(len(norms)),
+            "clipped_by_position": clipped_T,
         }
 
-    def _step(self, micro: list[MicroBatch], denominator: float, fresh: bool) -> dict[str, float]:
+    def _step(
+        self, micro: list[MicroBatch], denominator: float, fresh: bool
+    ) -> tuple[list[dict[str, Any]], float]:
+        """One optimizer step: sums of each micro-batch, and the gradient norm before clipping."""
         c, grpo = self.config.learner, self.config.grpo
         grads = jax.tree.map(jnp.zeros_like, self._params)
         numbers = (grpo.clip_low, grpo.clip_high, grpo.kl_coef)
@@ -149,9 +159,13 @@ class JaxLearner:
         self._params, self._opt_state, norm = _apply(
             self._params, self._opt_state, grads, np.float32(denominator), optimizer=self.optimizer
         )
-        sums = jax.device_get(sums)
-        out = {k: float(np.sum([s[k] for s in sums])) for k in ("loss", "clipped", "k3")}
-        return out | {"drift": max(float(s["drift"]) for s in sums), "norm": float(norm)}
+        norm = float(norm)
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm {norm}: the last checkpoint is sound; lower "
+                "learner.learning_rate, or look at the rewards and log-probs of this step"
+            )
+        return jax.device_get(sums), norm
 
     def _place(self, m: MicroBatch) -> dict[str, jax.Array]:
         """Rows padded to a multiple of the data x fsdp devices and spread over them."""

@@ -97,17 +97,17 @@ def warmup(config: Config, run: RunDir) -> None:
     size = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"warm-up of a policy with {size:,} parameters from step {state['step']}")
     with contextlib.closing(checkpoints), Progress("warm-up") as progress:
-        stages = [*config.warmup.stages, _last_stage(config)]
+        stages = [*config.warmup.stages, _last_stage(config, task)]
         for number in range(state["stage"], len(stages)):
             state = _run_stage(config, task, trainer, checkpoints, stages, number, state, progress)
     hf.save(run.path / "model", trainer.geometry, trainer.params)
     print(f"wrote {run.path}/model")
 
 
-def _last_stage(config: Config) -> tuple[float, ...]:
+def _last_stage(config: Config, task) -> tuple[float, ...]:
     """The phase on imperfect demonstrations, at the task's own sizes; runs to its step limit."""
-    w, args = config.warmup, config.task.args
-    return (w.noise_steps, w.noise_batch, args["min_entries"], args["max_entries"], 2.0)
+    w = config.warmup
+    return (w.noise_steps, w.noise_batch, task.min_entries, task.max_entries, 2.0)
 
 
 def _run_stage(config, task, trainer, checkpoints, stages, number, state, progress):

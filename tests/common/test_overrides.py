@@ -130,7 +130,7 @@ def test_from_dict_is_strict_but_reads_older_files():
         (values["rollout"], "pagesize", 8, "rollout.pagesize: no such setting; did you mean rollo"),
         (values["rollout"], "page_size", "8", "rollout.page_size: expected a whole number"),
         (values["model"], "qk_norm", 1, "model.qk_norm: expected true or false"),
-        (values, "num_steps", 0, "num_steps and checkpoint_every must be at least 1"),
+        (values, "num_steps", 0, "num_steps=0: expected at least 1"),
         (values, "task", 3, "task.: expected a JSON object"),
     ]:
         before = dict(where)
@@ -180,7 +180,7 @@ def test_a_recipe_is_run_and_may_build_on_another(tmp_path):
         ("import nothing_like_this\n", [":1: ModuleNotFoundError"]),
         (
             "from common.config import Config\n\ndef get_config():\n    return Config(num_steps=0)",
-            [":4: ValueError: num_steps and checkpoint_every must be at least 1"],
+            [":4: ValueError: num_steps=0: expected at least 1"],
         ),
         (
             "from common.config import Config\ndef get_config():\n    return Config(num_step=0)\n",
