@@ -48,6 +48,21 @@ def evaluate(
     }
 
 
+def due(config: Config, steps_done: int) -> bool:
+    """True every eval_every steps, and after the last."""
+    every = config.eval_every
+    return every > 0 and (steps_done % every == 0 or steps_done == config.num_steps)
+
+
+def record(parts: Parts, prefix: str = "") -> dict[str, float]:
+    """eval/* of a step, or with prefix "start_" of the start policy; empty if switched off."""
+    if not parts.config.eval_every:
+        return {}
+    result = evaluate(parts)
+    names = ("reward", "reward_low", "reward_high")
+    return {f"eval/{prefix}{name}": result[name] for name in names}
+
+
 def bootstrap_interval(
     values: np.ndarray, *, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float]:

@@ -12,7 +12,6 @@ before the checkpoint that counts it; on resume, records past the checkpoint are
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +24,8 @@ from common.corrections import Correction
 from common.errors import UserError
 from common.metrics import MetricsWriter
 from common.progress import Progress
-from common.run_dir import RunDir, atomic_write_text
-from common.setup import Parts, open_parts
+from common.run_dir import RunDir
+from common.setup import Parts, announce, open_parts
 from common.types import Prompt, Rollout, Scored
 
 # Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
@@ -45,7 +44,7 @@ def train(config: Config, run: RunDir) -> None:
         extra = checkpoints.restore()
         step, version = (extra["step"], extra["version"]) if extra else (0, 0)
         push(parts, version)
-        _describe_run(parts, run, step)
+        announce(parts, run, step)
         writer = MetricsWriter(
             run.path,
             resume_step=step,
@@ -56,13 +55,13 @@ def train(config: Config, run: RunDir) -> None:
         with contextlib.closing(checkpoints), writer:
             saving: dict[str, Any] = {}
             while step < config.num_steps:
-                before = _evaluate(parts, "start_") if step == 0 else {}
+                before = evaluation.record(parts, "start_") if step == 0 else {}
                 values, bins, alarms = train_step(parts, step, version)
                 version += 1
                 with _timed(values, "time/push"):
                     push(parts, version)
-                if _evaluation_due(config, step + 1):
-                    values |= _evaluate(parts)
+                if evaluation.due(config, step + 1):
+                    values |= evaluation.record(parts)
                 writer.write(step, before | values | saving, bins=bins, alarms=alarms)
                 step += 1
                 if step % config.checkpoint_every == 0 or step == config.num_steps:
@@ -127,12 +126,8 @@ def train_step(
         bins, update.pop("clipped_by_position"), rollout, config.mismatch.bin_tokens
     )
     values |= rollout_stats.describe_rollout(rollout, rewards, schedule)
-    values |= {**mismatch, **update, **batch.stats}
-    values |= {
-        "grpo/masked_fraction": correction.stats["correction/masked_fraction"],
-        "grpo/truncated_fraction": correction.stats["correction/clipped_fraction"],
-        "grpo/entropy": scored.entropy_BT[rollout.response_mask_BT].mean(),
-    }
+    values |= rollout_stats.describe_update(rollout, scored, correction, update)
+    values |= {**mismatch, **batch.stats}
     values["time/step"] = time.perf_counter() - start
     for name in ("rollout", "step"):
         speed = values["rollout/tokens"] / values[f"time/{name}"]
@@ -177,45 +172,6 @@ def _greedy_rewards(
         prompts, num_samples=1, schedule=parts.schedule, seed=seed, temperature=0.0
     )
     return tasks.score(parts.task, greedy, parts.pool)[rollout.group_B]
-
-
-def _evaluation_due(config: Config, steps_done: int) -> bool:
-    """Every eval_every steps, and after the last."""
-    every = config.eval_every
-    return every > 0 and (steps_done % every == 0 or steps_done == config.num_steps)
-
-
-def _evaluate(parts: Parts, prefix: str = "") -> dict[str, float]:
-    """eval/*: held-out reward after the step; eval/start_*: that of the start policy."""
-    if not parts.config.eval_every:
-        return {}
-    result = evaluation.evaluate(parts)
-    names = ("reward", "reward_low", "reward_high")
-    return {f"eval/{prefix}{name}": result[name] for name in names}
-
-
-def _describe_run(parts: Parts, run: RunDir, step: int) -> None:
-    """Say on the console what runs, and keep the schedule with the run.
-
-    A run that goes on must have the schedule that it was started with: the configuration names a
-    file, whose content may have changed since.
-    """
-    schedule, path = parts.schedule, run.path / "schedule.json"
-    record = "dense" if schedule is None else schedule.to_json()
-    if step and path.is_file() and _effect(json.loads(path.read_text())) != _effect(record):
-        raise UserError(
-            f"rollout.schedule={parts.config.rollout.schedule}: is no longer the schedule that "
-            f"{run.path} was started with (kept in its schedule.json); restore it or name a new run"
-        )
-    text = "dense" if schedule is None else schedule.describe()
-    facts = ", ".join(f"{k} {v}" for k, v in parts.backend.description.items())
-    print(f"{run.path}: {facts}; rollout {text}" + (f"; goes on at step {step}" if step else ""))
-    atomic_write_text(path, json.dumps(record, indent=1) + "\n")
-
-
-def _effect(record: str | dict[str, Any]) -> Any:
-    """What of a schedule file decides about rollouts: all but its name and history."""
-    return record if record == "dense" else (record["page_size"], record["bins"])
 
 
 @contextlib.contextmanager

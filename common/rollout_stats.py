@@ -52,6 +52,18 @@ def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule |
     }
 
 
+def describe_update(
+    rollout: Rollout, scored: Scored, correction: Correction, update: Mapping[str, Any]
+) -> dict[str, Any]:
+    """grpo/* of the record."""
+    return {
+        **update,
+        "grpo/masked_fraction": correction.stats["correction/masked_fraction"],
+        "grpo/truncated_fraction": correction.stats["correction/clipped_fraction"],
+        "grpo/entropy": scored.entropy_BT[rollout.response_mask_BT].mean(),
+    }
+
+
 def describe_mismatch(
     rollout: Rollout,
     scored: Scored,

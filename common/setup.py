@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from common import schedule as schedules
 from common import tasks
@@ -16,6 +18,7 @@ from common.errors import UserError
 from common.grading import GraderPool
 from common.prompts import PromptSource
 from common.protocols import Backend
+from common.run_dir import RunDir, atomic_write_text
 from common.schedule import Schedule
 from common.tasks import Task
 
@@ -73,3 +76,27 @@ def open_parts(config: Config) -> Iterator[Parts]:
         yield Parts(
             config=config, task=task, prompts=prompts, schedule=schedule, backend=backend, pool=pool
         )
+
+
+def announce(parts: Parts, run: RunDir, step: int) -> None:
+    """Say on the console what runs, and keep the schedule with the run.
+
+    A run that goes on must have the schedule that it was started with: the configuration names a
+    file, whose content may have changed since. Raises UserError if it has.
+    """
+    schedule, path = parts.schedule, run.path / "schedule.json"
+    record = "dense" if schedule is None else schedule.to_json()
+    if step and path.is_file() and _effect(json.loads(path.read_text())) != _effect(record):
+        raise UserError(
+            f"rollout.schedule={parts.config.rollout.schedule}: is no longer the schedule that "
+            f"{run.path} was started with (kept in its schedule.json); restore it or name a new run"
+        )
+    text = "dense" if schedule is None else schedule.describe()
+    facts = ", ".join(f"{k} {v}" for k, v in parts.backend.description.items())
+    print(f"{run.path}: {facts}; rollout {text}" + (f"; goes on at step {step}" if step else ""))
+    atomic_write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def _effect(record: str | dict[str, Any]) -> Any:
+    """What of a schedule file decides about rollouts: all but its name and history."""
+    return record if record == "dense" else (record["page_size"], record["bins"])

@@ -46,7 +46,8 @@ def run_study(config_file: str, out: Path, *, seeds: int, fixed: str, jobs: int)
             lanes.stop()
             raise
     result = summarise(out, list(arms), seeds)
-    atomic_write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
+    text = json.dumps(_with_null(result), indent=1, allow_nan=False)
+    atomic_write_text(out / "study.json", text + "\n")
     curves = {arm: [curve(out / f"seed{s}" / folder(arm)) for s in range(seeds)] for arm in arms}
     figure = plots_overview.study_figure(curves, title="Held-out reward, dense decoding")
     if figure:
@@ -177,6 +178,15 @@ def _mean(records: list[dict[str, Any]], key: str) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
+def _with_null(value: Any) -> Any:
+    """The same with None for NaN, which JSON does not have: not measured, or one seed only."""
+    if isinstance(value, dict):
+        return {key: _with_null(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_with_null(v) for v in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def print_table(result: dict[str, Any]) -> None:
     """Means over seeds with 95 % intervals (Student's t)."""
     print(f"{result['seeds']} seeds, mean [95 % interval over seeds]")
@@ -184,6 +194,8 @@ def print_table(result: dict[str, Any]) -> None:
         cells = []
         for key in ("start", "end", "train_reward", "share_of_pages", "p5_min", "p1_min"):
             mean, low, high = plots_overview.mean_interval(rows[key])
+            if math.isnan(mean):  # dense runs have no alpha
+                continue
             cells.append(f"{key} {mean:.3f} [{low:.3f}, {high:.3f}]")
         print(f"{arm:12} " + "  ".join(cells))
     for arm, d in result["end_minus_dense"].items():

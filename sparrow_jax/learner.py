@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from common.config import Config, LearnerConfig
 from common.types import MicroBatch, TrainBatch
@@ -73,12 +74,21 @@ def _accumulate(params, grads, batch, numbers, fresh, temperature, *, graph, dty
     return jax.tree.map(jnp.add, grads, new), sums
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("params", "state"))
-def _apply(params, state, grads, denominator, *, optimizer):
-    """One optimizer step; also the gradient norm before clipping."""
-    grads = jax.tree.map(lambda g: g / denominator, grads)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, optax.global_norm(grads)
+@functools.cache
+def _compiled_step(optimizer, shardings, tree):
+    """One optimizer step; (weights, state, gradient norm before clipping).
+
+    Weights and state come out placed as they went in: left to itself, the compiler shards them
+    anew, and every program that takes them is compiled a second time.
+    """
+
+    def step(params, state, grads, denominator):
+        grads = jax.tree.map(lambda g: g / denominator, grads)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
+
+    placed = jax.tree.unflatten(tree, shardings)
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None))
 
 
 class JaxLearner:
@@ -90,7 +100,14 @@ class JaxLearner:
         self.optimizer = make_optimizer(config.learner)
         # A copy: update donates its buffers, and the start weights may serve as reference.
         self._params = sharding.shard_params(jax.tree.map(jnp.array, params), self.mesh)
-        self._opt_state = self.optimizer.init(self._params)
+        self._opt_state = self._init_state(self.optimizer)
+
+    def _init_state(self, optimizer):
+        """Moments placed like their weights, counters on every device."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda x: x if x.ndim else jax.device_put(x, everywhere), optimizer.init(self._params)
+        )
 
     @property
     def params(self):
@@ -156,8 +173,10 @@ class JaxLearner:
                 graph=self.graph, dtype=self.dtype, remat=c.remat,
             )  # fmt: skip
             sums.append(s)
-        self._params, self._opt_state, norm = _apply(
-            self._params, self._opt_state, grads, np.float32(denominator), optimizer=self.optimizer
+        leaves, tree = jax.tree.flatten((self._params, self._opt_state))
+        step = _compiled_step(self.optimizer, tuple(x.sharding for x in leaves), tree)
+        self._params, self._opt_state, norm = step(
+            self._params, self._opt_state, grads, np.float32(denominator)
         )
         norm = float(norm)
         if not np.isfinite(norm):

@@ -70,7 +70,7 @@ class Fake:
         mask = (np.arange(shape[1]) >= start[:, None]) & (
             np.arange(shape[1]) < start[:, None] + LENGTH
         )
-        tokens = np.zeros(shape, np.int32)
+        tokens, self.length = np.zeros(shape, np.int32), shape[1]
         for b, p in enumerate(rows):
             rng = np.random.default_rng([seed % 2**32, p.prompt_id, sample[b], self.loaded])
             tokens[b, : start[b]] = p.tokens
@@ -103,7 +103,9 @@ class Fake:
         self.log.append("update")
         self.batches.append(batch)
         self.weights += 1
-        return {"grpo/loss": 0.0}
+        clipped = np.zeros(self.length, int)
+        clipped[-1] = 1  # one token was clipped, at the last position
+        return {"grpo/loss": 0.0, "clipped_by_position": clipped}
 
     def save(self, step, extra):
         records = metrics.read_metrics(self.path)

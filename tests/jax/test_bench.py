@@ -1,0 +1,73 @@
+"""`sparrow bench decode` on a tiny shape: all numbers, memory and compilations."""
+
+import jax
+import pytest
+
+from common.config import ModelConfig
+from sparrow_jax import bench
+
+TINY = ModelConfig(
+    vocab_size=64, num_layers=2, hidden_size=32, intermediate_size=32, num_heads=4, num_kv_heads=2,
+    head_dim=16,
+)  # fmt: skip
+# The contiguous path reads 4,096 tokens at a time; the cache is filled 512 pages at a time.
+SHAPE = bench.Shape(batch=2, context=8192, page=16, selected=16, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def result():
+    """(numbers, printed lines); the copy is measured on 1 MiB instead of 1 GiB."""
+    lines = []
+    before = jax.config.read("jax_disable_most_optimizations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "copy_bandwidth", lambda: 10.0)
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            numbers = bench.run(TINY, SHAPE, lines.append)
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
+    return numbers, lines
+
+
+def test_every_number_of_the_issue_is_measured(result):
+    numbers, _ = result
+    paths = ("dense_paged", "dense_contiguous", "sparse")
+    expected = {f"{p}_{unit}" for p in paths for unit in ("ms", "gb_per_s")}
+    expected |= {f"step_{kind}_{what}" for kind in ("dense", "sparse") for what in ("ms", "memory")}
+    expected |= {
+        "copy_gb_per_s", "device", "speedup", "select_share", "weights_and_cache_bytes",
+        "peak_rss", "compilations",
+    }  # fmt: skip
+    assert expected <= numbers.keys()
+    assert all(numbers[k] > 0 for k in expected - {"device"})
+    best = min(numbers["dense_paged_ms"], numbers["dense_contiguous_ms"])
+    assert numbers["speedup"] == pytest.approx(best / numbers["sparse_ms"])
+
+
+def test_one_compilation_each_and_memory_within_the_limit(result):
+    numbers, _ = result
+    assert numbers["compilations"] == 2  # dense and sparse, whatever lengths and budgets
+    # keys and values: 1,025 pages x 16 tokens x 2 layers x 2 heads x 16 x 2 x 4 B = 8,396,800 B
+    # landmarks: 1,025 x 2 x 2 x 16 x 4 B = 262,400 B; weights: 82 kB
+    assert 8_659_200 < numbers["weights_and_cache_bytes"] < 8_760_000
+    for kind in ("dense", "sparse"):
+        assert 1 <= numbers[f"step_{kind}_memory"] < 1.2
+
+
+def test_bandwidth_counts_the_bytes_that_have_to_be_read(result):
+    numbers, _ = result
+    # dense: 2 rows x 8,192 tokens x 2 heads x 16 x (K + V) x 4 B = 4,194,304 B
+    seconds = numbers["dense_paged_ms"] / 1e3
+    assert numbers["dense_paged_gb_per_s"] * 1e9 * seconds == pytest.approx(4_194_304)
+    # sparse: 2 x 256 tokens x 256 B = 131,072 B and a landmark of 128 B for each of 1,024 pages
+    # of both heads: a 32nd of the whole cache, 131,072 B
+    seconds = numbers["sparse_ms"] / 1e3
+    assert numbers["sparse_gb_per_s"] * 1e9 * seconds == pytest.approx(262_144)
+
+
+def test_lines_for_people(result):
+    numbers, lines = result
+    text = "\n".join(lines)
+    assert "copy bandwidth" in text and "10.0 GB/s" in text
+    assert f"sparse is {numbers['speedup']:.1f}x faster" in text
+    assert "2 compilations for 6 steps" in text  # 2 kinds x (2 repeats + 1)
