@@ -1,8 +1,8 @@
 """`sparrow bench decode`: one decode step, dense against sparse, with the bytes each has to read.
 
-Qwen3-0.6B layer geometry, 8 sequences of 32K tokens, 256 pages of 16 (4,096 tokens). All
-ratios are measured in one run on one machine. The stronger of two dense paths is the yardstick: the
-engine's own paged one, and one over a contiguous cache that no paged engine could have.
+Qwen3-0.6B layer geometry, 8 sequences of 32K tokens, 256 pages of 16 (4,096 tokens). All ratios are
+measured in one run on one machine, against two dense paths: the engine's own, paged, and one over a
+contiguous cache, which no paged engine has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparrow_jax.model import Decoder
 
 QWEN3_06B = ModelConfig(
     vocab_size=8192,  # the head is not what is measured here; the real one has 151,936 rows
-    num_layers=1,
+    num_layers=2,
     hidden_size=1024,
     intermediate_size=3072,
     num_heads=16,
@@ -85,7 +85,7 @@ def filled_cache(g: ModelConfig, shape: Shape):
     pages = shape.batch * (shape.context // shape.page)
     table = 1 + rng.permutation(pages).reshape(shape.batch, -1).astype(np.int32)
     kv, marks = kv_cache.allocate(g, pages + 1, shape.page, jnp.float32)
-    width = 512
+    width = 128
     block = rng.standard_normal((1, g.num_kv_heads, width, 2, shape.page, g.head_dim), np.float32)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -98,6 +98,7 @@ def filled_cache(g: ModelConfig, shape: Shape):
     for layer in range(g.num_layers):
         for page in range(1, pages + 1, width):
             kv, marks = write(kv, marks, block, layer, min(page, pages + 1 - width))
+            jax.block_until_ready(kv)  # else the temporaries of all calls are held at once
     return jnp.asarray(table), (kv, marks)
 
 
@@ -135,11 +136,16 @@ def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
             f"{name:17} {seconds * 1e3:8.1f} ms  {num_bytes / 2**20:7.0f} MiB  "
             f"{speed:5.1f} GB/s  {speed / copy:4.0%} of copy"
         )
-    best = min(out["dense_paged_ms"], out["dense_contiguous_ms"])
-    out |= {"speedup": best / out["sparse_ms"], "select_share": select_seconds / times["sparse"][0]}
+    out |= {
+        "speedup": out["dense_paged_ms"] / out["sparse_ms"],
+        "speedup_over_contiguous": out["dense_contiguous_ms"] / out["sparse_ms"],
+        "byte_bound": cached / read,
+        "select_share": select_seconds / times["sparse"][0],
+    }
     say(
-        f"sparse is {out['speedup']:.1f}x faster than the better dense path (byte bound "
-        f"{cached / read:.1f}x); selection is {out['select_share']:.0%} of it"
+        f"sparse is {out['speedup']:.1f}x faster than the engine's dense path, "
+        f"{out['speedup_over_contiguous']:.1f}x than the contiguous one (bytes: "
+        f"{out['byte_bound']:.1f}x); selection is {out['select_share']:.0%} of it"
     )
     return out
 

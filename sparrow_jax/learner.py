@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from common.config import Config, LearnerConfig
+from common.errors import UserError
 from common.types import MicroBatch, TrainBatch
 from sparrow_jax import sharding
 from sparrow_jax.scorer import token_logprobs
@@ -131,8 +132,7 @@ class JaxLearner:
         """One optimizer step per minibatch that has a signal; means over the whole batch.
 
         "clipped_by_position" counts clipped tokens, int [T]; all other values are numbers. Raises
-        FloatingPointError for a gradient that is not finite: the run ends before such weights are
-        saved.
+        UserError for a gradient that is not finite: the run ends before such weights are saved.
         """
         totals, norms, drift = {"loss": 0.0, "k3": 0.0}, [], 0.0
         longest = max((m.tokens_BT.shape[1] for b in batch.minibatches for m in b), default=1)
@@ -180,7 +180,7 @@ class JaxLearner:
         )
         norm = float(norm)
         if not np.isfinite(norm):
-            raise FloatingPointError(
+            raise UserError(
                 f"gradient norm {norm}: the last checkpoint is sound; lower "
                 "learner.learning_rate, or look at the rewards and log-probs of this step"
             )
