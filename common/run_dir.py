@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ _KIND = "sparrow-run"
 _LOCK = "run.lock"
 _PACKAGES = ("sparrow-rl", "numpy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "libtpu")
 _PACKAGES += ("torch", "triton", "vllm")
+LOCK_PATIENCE_SECONDS = 2.0
 _open_locks: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
@@ -152,20 +154,31 @@ def _lock(path: Path) -> TextIO:
         raise UserError(
             f"--run={path}: cannot be written ({error.strerror}); name a directory of your own"
         ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _flock(lock):
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         lock.close()
         raise UserError(
             f"--run={path}: is in use by process {holder}; wait for it, stop it, or name another"
-        ) from None
+        )
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     _open_locks.add(lock)
     return lock
+
+
+def _flock(lock: TextIO) -> bool:
+    """Take the lock; a moment of patience for what a killed process forked just before it died."""
+    give_up = time.monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(0.05)
 
 
 def _drop_locks_in_child() -> None:
