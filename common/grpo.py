@@ -7,7 +7,6 @@ arXiv 2606.08446, section on the RL recipe (GRPO, clip-higher, token-level TIS);
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +21,11 @@ class Advantages:
     """advantage_B: float32 [B], never NaN. use_B: bool [B], False = not in loss or denominator.
 
     A row of a group without signal has advantage 0 and use_B True: its tokens count in the
-    token-mean, as in the paper's loss. stats: scalars worth logging.
+    token-mean, as in the paper's loss.
     """
 
     advantage_B: np.ndarray
     use_B: np.ndarray
-    stats: Mapping[str, float]
 
 
 def advantages(
@@ -52,9 +50,7 @@ def advantages(
     Raises ValueError for unequal lengths, infinite rewards, an absent greedy_reward_B / finished_B.
     """
     rewards_B = np.array(rewards_B, np.float64)
-    num_rows = len(rewards_B)
     finished_B, greedy_B = _check_rows(rewards_B, group_B, config, greedy_reward_B, finished_B)
-    num_missing = int(np.isnan(rewards_B).sum())
     if config.overlong == "mask":
         rewards_B[~finished_B] = np.nan
     elif config.overlong == "zero":
@@ -62,23 +58,12 @@ def advantages(
     if config.baseline == "greedy":
         rewards_B[np.isnan(greedy_B)] = np.nan
     use_B = ~np.isnan(rewards_B)
-    advantage_B = np.zeros(num_rows)
+    advantage_B = np.zeros(len(rewards_B))
     group_ids, index_B = np.unique(np.asarray(group_B), return_inverse=True)
     for g in range(len(group_ids)):
         rows = np.flatnonzero((index_B == g) & use_B)
         advantage_B[rows] = _group_advantage(rewards_B[rows], greedy_B[rows], config)
-    signal = {int(g) for g in index_B[advantage_B != 0]}
-    valid = rewards_B[use_B]
-    stats = {
-        "grpo/reward_mean": float(valid.mean()) if len(valid) else 0.0,
-        "grpo/reward_std": float(valid.std()) if len(valid) else 0.0,
-        "grpo/signal_fraction": len(signal) / max(len(group_ids), 1),
-        "grpo/missing_fraction": num_missing / max(num_rows, 1),
-        "grpo/unfinished_fraction": float(np.mean(~finished_B)) if num_rows else 0.0,
-        "grpo/used_fraction": float(np.mean(use_B)) if num_rows else 0.0,
-        "grpo/advantage_abs_mean": float(np.abs(advantage_B[use_B]).mean()) if len(valid) else 0.0,
-    }
-    return Advantages(advantage_B=advantage_B.astype(np.float32), use_B=use_B, stats=stats)
+    return Advantages(advantage_B=advantage_B.astype(np.float32), use_B=use_B)
 
 
 def _check_rows(rewards_B, group_B, config, greedy_reward_B, finished_B):

@@ -49,11 +49,6 @@ class PromptSource:
                     f"expected at least rollout.prompts_per_step={self._per_step}"
                 )
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Steps until all training rows were seen; None for endless tasks."""
-        return None if self.task.num_items is None else len(self._rows[0]) // self._per_step
-
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of training step `step` (from 0); always rollout.prompts_per_step."""
         if step < 0:

@@ -41,12 +41,11 @@ _open_locks: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """An open run. resumed: the directory held this run before. Close it to let others in."""
+    """An open run. Close it to let others in."""
 
     path: Path
     config: Config
     command: str
-    resumed: bool
     _lock: TextIO = dataclasses.field(repr=False)
 
     def close(self) -> None:
@@ -81,7 +80,7 @@ def open_run(path: str | Path, config: Config, command: str) -> RunDir:
     except BaseException:
         lock.close()
         raise
-    return RunDir(path=path, config=config, command=command, resumed=old is not None, _lock=lock)
+    return RunDir(path=path, config=config, command=command, _lock=lock)
 
 
 def read_config(path: str | Path) -> Config:

@@ -67,11 +67,6 @@ class Schedule:
         """True if every bin reads every page."""
         return min(self.budgets) == DENSE
 
-    @property
-    def max_budget(self) -> int:
-        """Largest budget of any bin, DENSE if one of them is dense."""
-        return max(self.budgets)
-
     def budget(self, position: int) -> int:
         """k of the query at 0-based `position` (>= 0)."""
         position = integer(position, "position", 0)

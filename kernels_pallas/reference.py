@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NUM_RESERVED = 3
-STEP_TOKENS = 256
+MIN_STEP, MAX_STEP = 256, 2048
 NEG = -1e30
 GATHER_BYTES = 2**19
 SEGMENTS = 4
@@ -34,17 +34,18 @@ def select_pages(q_BNH, landmarks_LKMH, layer, page_table_BP, num_pages_B, k_B, 
     go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
     = the tail page) and count_B = min(k + 3, num_pages).
     """
-    num_kv_heads, head_dim = landmarks_LKMH.shape[1], landmarks_LKMH.shape[3]
+    _, K, M, H = landmarks_LKMH.shape
     B, P = page_table_BP.shape
-    q_BKH = q_BNH.reshape(B, num_kv_heads, -1, head_dim).astype(jnp.float32).mean(2)
-    heads = jnp.arange(num_kv_heads)[:, None]
+    rows = landmarks_LKMH.reshape(-1, H)
+    q_XH = q_BNH.reshape(B * K, -1, H).astype(jnp.float32).mean(1)
 
-    def score(row):
-        q_KH, table_P = row
-        landmarks_KPH = landmarks_LKMH[layer, heads, table_P[None]]
-        return jnp.einsum("kh,kph->kp", q_KH, landmarks_KPH.astype(jnp.float32))
+    def score(i):
+        ids_P = page_table_BP[i // K] + (layer * K + i % K) * M
+        landmarks_PH = rows.at[ids_P].get(mode="promise_in_bounds")
+        return landmarks_PH.astype(jnp.float32) @ q_XH[i]
 
-    scores_BKP = lax.map(score, (q_BKH, page_table_BP), batch_size=_rows_per_step(P * head_dim * 4))
+    scores_XP = lax.map(score, jnp.arange(B * K), batch_size=_rows_per_step(P * H * 4))
+    scores_BKP = scores_XP.reshape(B, K, P)
     logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
     used = jnp.arange(max_selected) < count_B[:, None, None]
     physical = jnp.take_along_axis(page_table_BP[:, None], jnp.minimum(logical_BKJ, P - 1), -1)
@@ -84,11 +85,9 @@ def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
     """
     B, T, N, H = q_BTNH.shape
     _, K, M, _, C, _ = kv_pages_LKMxCH.shape
-    pool = kv_pages_LKMxCH.reshape(
-        -1, C * H
-    )  # keys of page i in row 2 i, its values in row 2 i + 1
+    pool = kv_pages_LKMxCH.reshape(-1, C * H)  # page i: keys in row 2 i, values in row 2 i + 1
     width = page_ids.shape[-1]
-    step = min(width, max(1, STEP_TOKENS // C))
+    step = min(width, max(1, MIN_STEP // C, min(width // 2, MAX_STEP // C)))
     page_ids = jnp.pad(page_ids, [(0, 0)] * (page_ids.ndim - 1) + [(0, -width % step)])
     q_XH = q_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B * K, -1, H)
     query = jnp.repeat(jnp.arange(T), N // K)
@@ -147,7 +146,8 @@ def _attend_more(state, q_XH, key_SH, value_SH, visible_XS):
 
 def _rows_per_step(bytes_per_row):
     """Rows handled together in a loop: one if it fills the cache, several if rows are tiny."""
-    return int(max(1, min(32, GATHER_BYTES // max(bytes_per_row, 1))))
+    rows = min(32, GATHER_BYTES // max(bytes_per_row, 1))
+    return rows if rows > 1 else None
 
 
 def append_kv(

@@ -48,7 +48,7 @@ class Shape:
     context: int = 32768
     page: int = 16
     selected: int = 256
-    repeats: int = 5
+    repeats: int = 11
 
 
 def main(flags: Mapping[str, Any]) -> None:
@@ -73,10 +73,15 @@ def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, A
 
 
 def copy_bandwidth() -> float:
-    """GB/s read plus written by a device copy of 256 MiB (past any cache)."""
-    x = jnp.zeros(2**26, jnp.float32)
-    seconds = _median_seconds(jax.jit(lambda a: a + 1), (x,), 5)
-    return 2 * x.nbytes / seconds / 1e9
+    """GB/s read plus written in place over 256 MiB (past any cache)."""
+    update = jax.jit(lambda a: a + 1, donate_argnums=0)
+    x = update(jnp.zeros(2**26, jnp.float32))
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        x = jax.block_until_ready(update(x))
+        times.append(time.perf_counter() - start)
+    return 2 * x.nbytes / float(np.median(times)) / 1e9
 
 
 def filled_cache(g: ModelConfig, shape: Shape):
@@ -111,36 +116,43 @@ def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
     select = functools.partial(ops.select_pages, max_selected=shape.selected)
     listed_B = jnp.full(shape.batch, shape.selected * shape.page, jnp.int32)
 
+    def select_only(q, kv, marks):
+        return select(q[:, 0], marks, 0, table, pages_B, k_B)
+
     def sparse(q, kv, marks):
-        ids, _ = select(q[:, 0], marks, 0, table, pages_B, k_B)
+        ids, _ = select_only(q, kv, marks)
         return ops.sparse_decode(q, kv, 0, ids, listed_B - 1, listed_B)
 
-    def dense(q, kv):
+    def dense(q, kv, marks):
         return ops.sparse_decode(q, kv, 0, table, length_B - 1, length_B)
 
     per_token = 2 * g.num_kv_heads * g.head_dim * 4
     cached = shape.batch * shape.context * per_token
     read = shape.batch * shape.selected * shape.page * per_token + cached // (2 * shape.page)
-    times = {
-        "dense_paged": (_median_seconds(jax.jit(dense), (q, kv), shape.repeats), cached),
-        "dense_contiguous": (_contiguous_seconds(q, kv, shape), cached),
-        "sparse": (_median_seconds(jax.jit(sparse), (q, kv, marks), shape.repeats), read),
-    }
-    ids = jax.jit(lambda q, m: select(q[:, 0], m, 0, table, pages_B, k_B))
-    select_seconds = _median_seconds(ids, (q, marks), shape.repeats)
+    seconds = _interleaved_seconds(
+        {
+            "dense_paged": dense,
+            "dense_contiguous": _contiguous(shape),
+            "sparse": sparse,
+            "select": select_only,
+        },
+        (q, kv, marks),
+        shape.repeats,
+    )
+    num_bytes = {"dense_paged": cached, "dense_contiguous": cached, "sparse": read}
     out: dict[str, Any] = {}
-    for name, (seconds, num_bytes) in times.items():
-        out |= {f"{name}_ms": seconds * 1e3, f"{name}_gb_per_s": num_bytes / seconds / 1e9}
-        speed = num_bytes / seconds / 1e9
+    for name, size in num_bytes.items():
+        speed = size / seconds[name] / 1e9
+        out |= {f"{name}_ms": seconds[name] * 1e3, f"{name}_gb_per_s": speed}
         say(
-            f"{name:17} {seconds * 1e3:8.1f} ms  {num_bytes / 2**20:7.0f} MiB  "
+            f"{name:17} {seconds[name] * 1e3:8.1f} ms  {size / 2**20:7.0f} MiB  "
             f"{speed:5.1f} GB/s  {speed / copy:4.0%} of copy"
         )
     out |= {
         "speedup": out["dense_paged_ms"] / out["sparse_ms"],
         "speedup_over_contiguous": out["dense_contiguous_ms"] / out["sparse_ms"],
         "byte_bound": cached / read,
-        "select_share": select_seconds / times["sparse"][0],
+        "select_share": seconds["select"] / seconds["sparse"],
     }
     say(
         f"sparse is {out['speedup']:.1f}x faster than the engine's dense path, "
@@ -150,31 +162,41 @@ def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
     return out
 
 
-def _contiguous_seconds(q, kv, shape: Shape) -> float:
+def _contiguous(shape: Shape):
     """Dense decode that ignores the page table: each (sequence, head) is one slice of the pool."""
-    K, H = kv.shape[1], kv.shape[5]
-    chunk = 4096 // shape.page
-    per_row = shape.context // shape.page
-    rows = q.reshape(shape.batch, K, -1, H).reshape(shape.batch * K, -1, H)
 
-    def one(q, row, kv):
-        def body(j, state):
-            m, denom, acc = state
-            start = (0, row % K, 1 + row // K * per_row + j * chunk, 0, 0, 0)
-            block = lax.dynamic_slice(kv, start, (1, 1, chunk, 2, shape.page, H))[0, 0]
-            s = q @ block[:, 0].reshape(-1, H).T * H**-0.5
-            new = jnp.maximum(m, s.max(-1))
-            p, scale = jnp.exp(s - new[:, None]), jnp.exp(m - new)
-            acc = acc * scale[:, None] + p @ block[:, 1].reshape(-1, H)
-            return new, denom * scale + p.sum(-1), acc
+    def attention(q, kv, marks):
+        B, K, H = shape.batch, kv.shape[1], kv.shape[5]
+        chunk = 4096 // shape.page
+        per_row = shape.context // shape.page
 
-        R = q.shape[0]
-        start = (jnp.full(R, ops.NEG), jnp.zeros(R), jnp.zeros((R, H)))
-        _, denom, acc = lax.fori_loop(0, per_row // chunk, body, start)
-        return acc / denom[:, None]
+        def one(x):
+            q, row = x
 
-    f = jax.jit(lambda q, kv: lax.map(lambda x: one(*x, kv), (q, jnp.arange(len(q)))))
-    return _median_seconds(f, (rows, kv), shape.repeats)
+            def body(j, state):
+                start = (0, row % K, 1 + row // K * per_row + j * chunk, 0, 0, 0)
+                block = lax.dynamic_slice(kv, start, (1, 1, chunk, 2, shape.page, H))[0, 0]
+                return _online_softmax(state, q, block[:, 0], block[:, 1])
+
+            R = q.shape[0]
+            start = (jnp.full(R, ops.NEG), jnp.zeros(R), jnp.zeros((R, H)))
+            _, denom, acc = lax.fori_loop(0, per_row // chunk, body, start)
+            return acc / denom[:, None]
+
+        return lax.map(one, (q.reshape(B * K, -1, H), jnp.arange(B * K)))
+
+    return attention
+
+
+def _online_softmax(state, q_RH, keys_PCH, values_PCH):
+    """The state (max, denominator, weighted sum) after further pages, all of them visible."""
+    m, denom, acc = state
+    H = q_RH.shape[1]
+    s = q_RH @ keys_PCH.reshape(-1, H).T * H**-0.5
+    new = jnp.maximum(m, s.max(-1))
+    p, scale = jnp.exp(s - new[:, None]), jnp.exp(m - new)
+    acc = acc * scale[:, None] + p @ values_PCH.reshape(-1, H)
+    return new, denom * scale + p.sum(-1), acc
 
 
 def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
@@ -220,12 +242,16 @@ def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
     return out
 
 
-def _median_seconds(f, args, repeats: int) -> float:
-    """Median wall time of a compiled call, first call (compilation) left out."""
-    jax.block_until_ready(f(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*args))
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+def _interleaved_seconds(functions, args, repeats: int) -> dict[str, float]:
+    """Median wall time of each, called in turns: a busy machine then slows all alike.
+
+    The first call of each (compilation) is left out.
+    """
+    compiled = {name: jax.jit(f) for name, f in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats + 1):
+        for name, f in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(f(*args))
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(each[1:])) for name, each in times.items()}

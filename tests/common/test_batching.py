@@ -48,7 +48,7 @@ def example(num_groups=4, samples=3, seed=0, max_len=40, extra_columns=0):
     )
     scored = Scored(logp_dense_BT=per_token(1.0), entropy_BT=per_token(1.0))
     advantage = rng.normal(size=B).astype(np.float32)
-    advantages = Advantages(advantage_B=advantage, use_B=np.ones(B, bool), stats={})
+    advantages = Advantages(advantage_B=advantage, use_B=np.ones(B, bool))
     weight = np.where(response, -per_token(1.0), 0).astype(np.float32)
     return rollout, scored, advantages, weight
 
@@ -228,7 +228,7 @@ def test_unused_rows_leave_loss_and_denominator_and_idle_rows_stay_in_the_denomi
     use[4] = False  # missing reward
     advantage[7] = 0  # no signal
     weight[9] = 0  # rejected sequence
-    advantages = Advantages(advantage_B=advantage, use_B=use, stats={})
+    advantages = Advantages(advantage_B=advantage, use_B=use)
     options = {"num_minibatches": 1, "tokens_per_microbatch": 10_000, "seed": 0}
 
     def computed(batch):

@@ -79,11 +79,12 @@ def test_epochs_of_a_finite_task(num_rows, per_step, seed, eval_seed):
     held = [ids(s.eval_batch(num_rows)), ids(s.profile_batch(num_rows))]
     assert [len(h) for h in held] == [max(1, num_rows // 10)] * 2
     train = set(range(num_rows)) - set(held[0]) - set(held[1])
-    assert len(train) == num_train and s.steps_per_epoch == num_train // per_step
+    assert len(train) == num_train
+    steps_per_epoch = num_train // per_step
     for epoch in range(2):
-        steps = range(epoch * s.steps_per_epoch, (epoch + 1) * s.steps_per_epoch)
+        steps = range(epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch)
         seen = [i for step in steps for i in ids(s.batch(step))]
-        assert len(seen) == len(set(seen)) == s.steps_per_epoch * per_step
+        assert len(seen) == len(set(seen)) == steps_per_epoch * per_step
         assert set(seen) <= train
 
 

@@ -29,7 +29,6 @@ def test_a_new_run_records_config_machine_and_versions(tmp_path):
     path = tmp_path / "a" / "b"
     config = Config(num_steps=3, task=TaskConfig(args={"n": 1}))
     with run_dir.open_run(path, config, "train") as run:
-        assert not run.resumed
         assert (run.path, run.config, run.command) == (path, config, "train")
     assert run_dir.read_config(path) == config
     record = json.loads((path / "run.json").read_text())
@@ -45,8 +44,7 @@ def test_the_same_command_goes_on_and_may_be_longer(tmp_path):
     run_dir.open_run(tmp_path, Config(num_steps=3), "train").close()
     give_result(tmp_path)
     longer = Config(num_steps=9, eval_every=2, checkpoint_every=3, keep_checkpoints=4, name="n")
-    with run_dir.open_run(tmp_path, longer, "train") as run:
-        assert run.resumed
+    run_dir.open_run(tmp_path, longer, "train").close()
     assert run_dir.read_config(tmp_path) == longer
     assert len(json.loads((tmp_path / "run.json").read_text())["starts"]) == 2
 
@@ -129,8 +127,7 @@ def test_a_first_start_that_was_killed_between_its_two_writes_can_go_on(tmp_path
     run_dir.open_run(tmp_path, Config(), "train").close()
     (tmp_path / "config.json").unlink()
     (tmp_path / ".config.json.abc.tmp").write_text("{")
-    with run_dir.open_run(tmp_path, Config(num_steps=2), "train") as run:
-        assert run.resumed
+    run_dir.open_run(tmp_path, Config(num_steps=2), "train").close()
     assert run_dir.read_config(tmp_path).num_steps == 2
 
 
