@@ -13,7 +13,7 @@ from common.config import (
 
 
 def get_config() -> Config:
-    """3 layers (the first dense), 0.3 M parameters, 32 to 38 facts, answers of 201 to 273 tokens."""
+    """3 layers (the first dense), 0.3 M parameters, 32 to 38 facts, 201 to 273 response tokens."""
     return Config(
         name="demo",
         num_steps=16,
@@ -66,9 +66,9 @@ def get_config() -> Config:
             profile_samples=4,
         ),
         warmup=WarmupConfig(
-            stages=((300, 12, 4, 16, 0.93), (100, 6, 32, 38, 0.93)),
-            noise=0.02,
-            noise_steps=60,
+            stages=((300, 12, 4, 16, 0.93), (150, 6, 32, 38, 0.97)),
+            noise=0.01,
+            noise_steps=80,
             noise_batch=6,
         ),
     )

@@ -1,10 +1,11 @@
 """Plain-XLA versions of every kernel: the CPU path, and what the Pallas kernels are tested against.
 
-Cache layout (shared with the kernels): `kv_pages_LKMxCH` holds, for layer L, KV head K and physical
-page M, one contiguous block of 2 x C x H numbers: C keys (x = 0), then C values (x = 1). Page 0 is
-the null page: writes of padding go there, and nothing reads it. `landmarks_LKMH` is the mean of the
-C keys of a page, written when the page completes. A sequence owns the physical pages
-`page_table_BP[b]`; its token t lives in page t // C at offset t % C.
+Cache layout (shared with the kernels): `kv_pages_LKM` holds, for layer L, KV head K and physical
+page M, one contiguous block of 2 x C x H numbers: C keys (x = 0), then C values (x = 1). The last
+axes of the array only say how a block is stored (page_shape): for a TPU in rows of 128 lanes. Page
+0 is the null page: writes of padding go there, and nothing reads it. `landmarks_LMKH` is the mean
+of the C keys of a page, all heads side by side, written when the page completes. A sequence owns
+the physical pages `page_table_BP[b]`; its token t lives in page t // C at offset t % C.
 
 Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
 read, and of the others the k whose landmark has the largest dot product with the mean query of the
@@ -26,7 +27,19 @@ QUERY_BLOCK = 256
 HEAD_ELEMENTS = 2**24
 
 
-def select_pages(q_BNH, landmarks_LKMH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
+def page_shape(page_size: int, head_dim: int) -> tuple[int, int]:
+    """Rows and lanes in which a page is stored; HBM pads to 128 lanes, so heads of 64 fill them."""
+    numbers = 2 * page_size * head_dim
+    lanes = 128 if 128 % head_dim == 0 and numbers % 128 == 0 else head_dim
+    return numbers // lanes, lanes
+
+
+def logical_pages(kv_pages_LKM, head_dim: int):
+    """The pool as [L, K, M, 2, C, H], however its pages are stored."""
+    return kv_pages_LKM.reshape(*kv_pages_LKM.shape[:3], 2, -1, head_dim)
+
+
+def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
     """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
 
     q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
@@ -34,18 +47,17 @@ def select_pages(q_BNH, landmarks_LKMH, layer, page_table_BP, num_pages_B, k_B, 
     go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
     = the tail page) and count_B = min(k + 3, num_pages).
     """
-    _, K, M, H = landmarks_LKMH.shape
+    _, M, K, H = landmarks_LMKH.shape
     B, P = page_table_BP.shape
-    rows = landmarks_LKMH.reshape(-1, H)
-    q_XH = q_BNH.reshape(B * K, -1, H).astype(jnp.float32).mean(1)
+    rows = landmarks_LMKH.reshape(-1, K * H)
+    q_BKH = q_BNH.reshape(B, K, -1, H).astype(jnp.float32).mean(2)
 
-    def score(i):
-        ids_P = page_table_BP[i // K] + (layer * K + i % K) * M
-        landmarks_PH = rows.at[ids_P].get(mode="promise_in_bounds")
-        return landmarks_PH.astype(jnp.float32) @ q_XH[i]
+    def score(b):
+        landmarks_PKH = rows.at[page_table_BP[b] + layer * M].get(mode="promise_in_bounds")
+        landmarks_PKH = landmarks_PKH.reshape(P, K, H).astype(jnp.float32)
+        return jnp.einsum("kh,pkh->kp", q_BKH[b], landmarks_PKH)
 
-    scores_XP = lax.map(score, jnp.arange(B * K), batch_size=_rows_per_step(P * H * 4))
-    scores_BKP = scores_XP.reshape(B, K, P)
+    scores_BKP = lax.map(score, jnp.arange(B), batch_size=_rows_per_step(P * K * H * 4))
     logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
     used = jnp.arange(max_selected) < count_B[:, None, None]
     physical = jnp.take_along_axis(page_table_BP[:, None], jnp.minimum(logical_BKJ, P - 1), -1)
@@ -72,7 +84,7 @@ def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
     return listed, jnp.minimum(k_B + NUM_RESERVED, num_pages_B)
 
 
-def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
+def sparse_decode(q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B):
     """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
 
     out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
@@ -84,8 +96,8 @@ def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
     The work of a row follows its own length, not the width of page_ids.
     """
     B, T, N, H = q_BTNH.shape
-    _, K, M, _, C, _ = kv_pages_LKMxCH.shape
-    pool = kv_pages_LKMxCH.reshape(-1, C * H)  # page i: keys in row 2 i, values in row 2 i + 1
+    _, K, M, _, C, _ = logical_pages(kv_pages_LKM, H).shape
+    pool = kv_pages_LKM.reshape(-1, C * H)  # page i: keys in row 2 i, values in row 2 i + 1
     width = page_ids.shape[-1]
     step = min(width, max(1, MIN_STEP // C, min(width // 2, MAX_STEP // C)))
     page_ids = jnp.pad(page_ids, [(0, 0)] * (page_ids.ndim - 1) + [(0, -width % step)])
@@ -121,7 +133,7 @@ def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
         denom = jnp.where(seen, denom, 1)
         return acc / denom[:, None], jnp.where(seen, m + jnp.log(denom), -jnp.inf)
 
-    bytes_per_row = step * 2 * C * H * kv_pages_LKMxCH.dtype.itemsize
+    bytes_per_row = step * 2 * C * H * kv_pages_LKM.dtype.itemsize
     out, lse = lax.map(attend, jnp.arange(B * K), batch_size=_rows_per_step(bytes_per_row))
     out = out.reshape(B, K, T, N // K, H).swapaxes(1, 2).reshape(B, T, N, H)
     lse = lse.reshape(B, K, T, N // K).swapaxes(1, 2).reshape(B, T, N)
@@ -151,7 +163,7 @@ def _rows_per_step(bytes_per_row):
 
 
 def append_kv(
-    kv_pages_LKMxCH, landmarks_LKMH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
+    kv_pages_LKM, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
 ):
     """Write T new tokens per row at positions start .. start + num_new - 1, in place under jit.
 
@@ -159,6 +171,7 @@ def append_kv(
     its landmark: the float32 mean of its C keys, in the cache's type.
     """
     B, T, K, H = k_BTKH.shape
+    kv_pages_LKMxCH = logical_pages(kv_pages_LKM, H)
     C = kv_pages_LKMxCH.shape[4]
     P = page_table_BP.shape[1]
     position_BT = start_B[:, None] + jnp.arange(T)
@@ -176,9 +189,9 @@ def append_kv(
     page_BQ = jnp.take_along_axis(page_table_BP, jnp.minimum(page_BQ, P - 1), 1)
     page_BQ = jnp.where(complete, page_BQ, 0)
     keys_BQKCH = kv_pages_LKMxCH[layer, :, page_BQ, 0]
-    mean_BQKH = keys_BQKCH.astype(jnp.float32).mean(3).astype(landmarks_LKMH.dtype)
-    landmarks_LKMH = landmarks_LKMH.at[layer, :, page_BQ].set(mean_BQKH)
-    return kv_pages_LKMxCH, landmarks_LKMH
+    mean_BQKH = keys_BQKCH.astype(jnp.float32).mean(3).astype(landmarks_LMKH.dtype)
+    landmarks_LMKH = landmarks_LMKH.at[layer, page_BQ].set(mean_BQKH)
+    return kv_pages_LKMxCH.reshape(kv_pages_LKM.shape), landmarks_LMKH
 
 
 def flash_prefill(

@@ -96,9 +96,10 @@ def filled_cache(g: ModelConfig, shape: Shape):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def write(kv, marks, block, layer, page):
         block = jnp.roll(block, page % 97, 2)
-        kv = lax.dynamic_update_slice(kv, block, (layer, 0, page, 0, 0, 0))
-        means = block[:, :, :, 0].mean(3)
-        return kv, lax.dynamic_update_slice(marks, means, (layer, 0, page, 0))
+        stored = block.reshape(*block.shape[:3], *kv.shape[3:])
+        kv = lax.dynamic_update_slice(kv, stored, (layer, 0, page, 0, 0))
+        means = block[:, :, :, 0].mean(3).swapaxes(1, 2)
+        return kv, lax.dynamic_update_slice(marks, means, (layer, page, 0, 0))
 
     for layer in range(g.num_layers):
         for page in range(1, pages + 1, width):
@@ -166,7 +167,8 @@ def _contiguous(shape: Shape):
     """Dense decode that ignores the page table: each (sequence, head) is one slice of the pool."""
 
     def attention(q, kv, marks):
-        B, K, H = shape.batch, kv.shape[1], kv.shape[5]
+        B, K, H = shape.batch, kv.shape[1], q.shape[3]
+        kv = ops.logical_pages(kv, H)
         chunk = 4096 // shape.page
         per_row = shape.context // shape.page
 

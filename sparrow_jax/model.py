@@ -159,11 +159,11 @@ class Decoder(nnx.Module):
 
         Row b adds num_new_B[b] <= T tokens at position start_B[b]; the rest of the row is padding.
         k_B None = dense decode, any T. Otherwise T = 1 and k_B is the budget of each row; layers
-        past the first num_dense read min(k + 3, pages). cache = (kv_pages_LKMxCH, landmarks_LKMH).
+        past the first num_dense read min(k + 3, pages). cache = (kv_pages_LKM, landmarks_LMKH).
         """
         g = self.geometry
         assert k_B is None or tokens_BT.shape[1] == 1, "sparse decode selects for one token per row"
-        page_size = cache[0].shape[4]
+        page_size = ops.logical_pages(cache[0], g.head_dim).shape[4]
         position_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
         start_B = jnp.where(num_new_B > 0, start_B, 0)
         length_B = start_B + num_new_B

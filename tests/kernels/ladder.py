@@ -44,7 +44,7 @@ def empty_pool(num_rows, width, *, kv_heads, head_dim, page_size, seed=0):
     ids = 1 + np.random.default_rng(seed).permutation(num - 1)
     kv = np.full((LAYER + 1, kv_heads, num, 2, page_size, head_dim), np.nan, np.float32)
     table = ids[: num_rows * width].reshape(num_rows, width).astype(np.int32)
-    return kv, np.full((LAYER + 1, kv_heads, num, head_dim), np.nan, np.float32), table
+    return kv, np.full((LAYER + 1, num, kv_heads, head_dim), np.nan, np.float32), table
 
 
 def fill_row(kv, landmarks, pages, keys, values):
@@ -55,7 +55,7 @@ def fill_row(kv, landmarks, pages, keys, values):
         kv[LAYER, :, page, 0, slot], kv[LAYER, :, page, 1, slot] = keys[t], values[t]
         if slot == page_size - 1:
             mean = np.float64(keys[t + 1 - page_size : t + 1]).mean(0)
-            landmarks[LAYER, :, page] = mean
+            landmarks[LAYER, page] = mean
 
 
 def make_paged(lengths, *, kv_heads=2, head_dim=8, page_size=4, equal=False, seed=0) -> Paged:
@@ -172,7 +172,7 @@ def check_append(append, pieces_B, *, kv_heads=2, head_dim=8, page_size=4, seed=
         for b in range(B):
             fill_row(want_kv, want_marks, table[b], *stream[:, b, : start[b]])
         np.testing.assert_array_equal(np.asarray(kv)[:, :, 1:], want_kv[:, :, 1:])
-        close(np.asarray(landmarks)[:, :, 1:], want_marks[:, :, 1:], "landmarks")
+        close(np.asarray(landmarks)[:, 1:], want_marks[:, 1:], "landmarks")
 
 
 def prefill_inputs(ratio=2, *, kv_heads=2, head_dim=8, num_tokens=45, rows=2, seed=2):

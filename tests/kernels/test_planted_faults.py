@@ -123,13 +123,13 @@ def higher_page_on_ties(q, landmarks, layer, table, n, k, *, max_selected):
 def shifted_candidates(q, landmarks, layer, table, n, k, *, max_selected):
     """Scores are those of the next page."""
     landmarks = np.array(landmarks)
-    landmarks[:, :, table[:, :-1]] = landmarks[:, :, table[:, 1:]]
+    landmarks[:, table[:, :-1]] = landmarks[:, table[:, 1:]]
     return reference.select_pages(q, landmarks, layer, table, n, k, max_selected=max_selected)
 
 
 def first_head_of_group(q, landmarks, *rest, max_selected):
     """The group's first query instead of its mean."""
-    heads = q.reshape(q.shape[0], landmarks.shape[1], -1, q.shape[-1])
+    heads = q.reshape(q.shape[0], landmarks.shape[2], -1, q.shape[-1])
     q = np.broadcast_to(heads[:, :, :1], heads.shape).reshape(q.shape)
     return reference.select_pages(q, landmarks, *rest, max_selected=max_selected)
 
@@ -149,7 +149,7 @@ def logical_ids(q, landmarks, layer, table, n, k, *, max_selected):
     marks = np.array(landmarks)
     rows = []
     for b in range(len(table)):
-        marks[:, :, : table.shape[1]] = landmarks[:, :, table[b]]
+        marks[:, : table.shape[1]] = landmarks[:, table[b]]
         row = slice(b, b + 1)
         args = q[row], marks, layer, same[row], n[row], k[row]
         rows.append(reference.select_pages(*args, max_selected=max_selected))
@@ -180,7 +180,7 @@ def early_landmark(kv, landmarks, layer, k, v, table, start, new):
     C = kv.shape[4]
     kv, landmarks = reference.append_kv(kv, landmarks, layer, k, v, table, start, new)
     for b in np.flatnonzero((new > 0) & (start % C == 0)):
-        landmarks = landmarks.at[layer, :, table[b, start[b] // C]].set(k[b, 0])
+        landmarks = landmarks.at[layer, table[b, start[b] // C]].set(k[b, 0])
     return kv, landmarks
 
 
@@ -188,7 +188,7 @@ def one_landmark_per_call(kv, landmarks, layer, k, v, table, start, new):
     """Only the first page that a call completes gets its landmark."""
     kv, after = reference.append_kv(kv, landmarks, layer, k, v, table, start, new)
     for b, page in enumerate(start // kv.shape[4] + 1):
-        after = after.at[layer, :, table[b, page]].set(landmarks[layer, :, table[b, page]])
+        after = after.at[layer, table[b, page]].set(landmarks[layer, table[b, page]])
     return kv, after
 
 
