@@ -7,17 +7,19 @@ SPARROW := $(BIN)/sparrow
 DEMO := runs/demo
 STUDY := runs/study
 CONFIG := configs/demo.py
+# The compiler of TPUs that fits the pinned jax; it needs no TPU.
+LIBTPU := libtpu==0.0.42
 export JAX_PLATFORMS ?= cpu
 # On CPU: programs are kept on disk, and compiled in half the time at the same speed of what they do.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study bench lint lock clean
+.PHONY: help demo test study bench tpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 # --- set-up ---------------------------------------------------------------------------------------
 
@@ -35,6 +37,7 @@ $(VENV)/.base: requirements.lock pyproject.toml
 $(VENV)/.test: $(VENV)/.base requirements-test.lock
 	@$(PIP) --no-deps -r requirements-test.lock
 	@$(PIP) pycosat==0.6.6 >$(VENV)/pycosat.log 2>&1 || echo "no C compiler: tests of reasoning-gym tasks will be skipped (see $(VENV)/pycosat.log)"
+	@$(PIP) --no-deps $(LIBTPU) >$(VENV)/libtpu.log 2>&1 || echo "no $(LIBTPU) for this machine: nothing will be compiled for TPU (see $(VENV)/libtpu.log)"
 	@touch $@
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -66,6 +69,11 @@ study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minute
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode
+
+tpu-compile: $(VENV)/.test ## every kernel and whole programs, compiled for four TPU generations without a TPU
+	@mkdir -p runs
+	$(BIN)/python -m kernels_pallas.tpu_compile --out=runs/tpu-kernels.json
+	$(BIN)/python -m sparrow_jax.tpu_programs --out=runs/tpu-programs.json
 
 lint: $(VENV)/.test ## format, sort and check the code; check who imports whom
 	$(BIN)/ruff check --fix .

@@ -307,6 +307,11 @@ class Config(_Checked):
     eval_every: int = setting(5, "dense evaluation on held-out prompts every n steps; 0 = never")
     checkpoint_every: int = setting(1, "steps between checkpoints")
     keep_checkpoints: int = setting(2, "older complete checkpoints are deleted")
+    attention: str = setting(
+        "auto",
+        "Pallas kernels or plain XLA; auto: kernels on TPU",
+        choices=("auto", "kernel", "reference"),
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

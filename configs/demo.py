@@ -66,9 +66,9 @@ def get_config() -> Config:
             profile_samples=4,
         ),
         warmup=WarmupConfig(
-            stages=((300, 12, 4, 16, 0.93), (150, 6, 32, 38, 0.97)),
-            noise=0.01,
-            noise_steps=80,
+            stages=((300, 12, 4, 16, 0.93), (250, 6, 32, 38, 0.985)),
+            noise=0.025,
+            noise_steps=60,
             noise_batch=6,
         ),
     )

@@ -13,6 +13,7 @@ from flax import nnx
 
 from common.config import Config, ModelConfig
 from common.protocols import Backend
+from kernels_pallas.ops import resolve
 from sparrow_jax import hf
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
@@ -53,13 +54,14 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             "backend": f"jax {jax.__version__} on {device.platform} ({device.device_kind})",
             "compute dtype": jnp.dtype(dtype).name,
             "parameters": f"{sum(x.size for x in jax.tree.leaves(params)):,}",
-            "attention": "reference",
+            "attention": nnx.merge(graph, params).ops.name,
         },
     )
 
 
 def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:
     """Geometry, graph and float32 weights: from the HF directory, or drawn from model.init_seed."""
+    ops = resolve(config.attention, jax.devices()[0].platform)
     if config.model.path:
         geometry, params = hf.load(Path(config.model.path))
         if geometry.vocab_size < vocab_size:
@@ -67,12 +69,12 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
                 f"model.path={config.model.path!r} has {geometry.vocab_size} tokens, "
                 f"the task needs {vocab_size}"
             )
-        graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry)))
+        graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, ops=ops)))
         return geometry, graph, params
     size = max(vocab_size, config.model.vocab_size)
     geometry = dataclasses.replace(config.model, vocab_size=size)
     rng = np.random.default_rng(config.model.init_seed)
-    graph, params = nnx.split(Decoder(geometry, rng))
+    graph, params = nnx.split(Decoder(geometry, rng, ops=ops))
     return geometry, graph, params
 
 

@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from common.config import ModelConfig
-from kernels_pallas import reference as ops
+from kernels_pallas.ops import REFERENCE, Ops
+from kernels_pallas.reference import logical_pages
 from sparrow_jax import induction_init
 
 # Partition of every parameter over the mesh axes (data, fsdp, tensor); leading None = layer axis.
@@ -88,11 +89,13 @@ class Decoder(nnx.Module):
     """Parameters and forward passes; see the file's docstring.
 
     rng draws the weights, on the host: nothing is compiled for it. Without one they are zeros, for
-    nnx.eval_shape and for weights that are loaded.
+    nnx.eval_shape and for weights that are loaded. ops: kernels or references, a static value.
     """
 
-    def __init__(self, g: ModelConfig, rng: np.random.Generator | None = None):
-        self.geometry = g
+    def __init__(
+        self, g: ModelConfig, rng: np.random.Generator | None = None, *, ops: Ops = REFERENCE
+    ):
+        self.geometry, self.ops = g, ops
         V, D = g.vocab_size, g.hidden_size
         embed = draw(rng, (V, D), D**-0.5)
         if g.embed_offset and rng is not None:
@@ -141,7 +144,9 @@ class Decoder(nnx.Module):
             w = _layer(stack, layer, dtype)
             q, k, v = _project(g, w, x, position_BT)
             budget = budget_T if sparse else None
-            a = ops.flash_prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
+            a = self.ops.flash_prefill(
+                q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page
+            )
             return _finish(g, w, x, a), None
 
         split = min(num_dense, g.num_layers) if budget_T is not None else g.num_layers
@@ -163,7 +168,7 @@ class Decoder(nnx.Module):
         """
         g = self.geometry
         assert k_B is None or tokens_BT.shape[1] == 1, "sparse decode selects for one token per row"
-        page_size = ops.logical_pages(cache[0], g.head_dim).shape[4]
+        page_size = logical_pages(cache[0], g.head_dim).shape[4]
         position_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])
         start_B = jnp.where(num_new_B > 0, start_B, 0)
         length_B = start_B + num_new_B
@@ -175,9 +180,11 @@ class Decoder(nnx.Module):
             x, kv, marks = carry
             w = _layer(stack, layer, dtype)
             q, k, v = _project(g, w, x, position_BT)
-            kv, marks = ops.append_kv(kv, marks, layer, k, v, page_table_BP, start_B, num_new_B)
+            kv, marks = self.ops.append_kv(
+                kv, marks, layer, k, v, page_table_BP, start_B, num_new_B
+            )
             if sparse:
-                ids, count_B = ops.select_pages(
+                ids, count_B = self.ops.select_pages(
                     q[:, 0],
                     marks,
                     layer,
@@ -187,9 +194,11 @@ class Decoder(nnx.Module):
                     max_selected=max_selected,
                 )
                 skipped = (num_pages_B - count_B) * page_size
-                a, _ = ops.sparse_decode(q, kv, layer, ids, start_B - skipped, length_B - skipped)
+                a, _ = self.ops.sparse_decode(
+                    q, kv, layer, ids, start_B - skipped, length_B - skipped
+                )
             else:
-                a, _ = ops.sparse_decode(q, kv, layer, page_table_BP, start_B, length_B)
+                a, _ = self.ops.sparse_decode(q, kv, layer, page_table_BP, start_B, length_B)
             return _finish(g, w, x, a), kv, marks
 
         carry = (x, *cache)

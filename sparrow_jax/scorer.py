@@ -13,7 +13,6 @@ from common import batching
 from common.config import Config
 from common.schedule import Schedule
 from common.types import Replay, Rollout, Scored
-from kernels_pallas import reference as ops
 
 
 def next_token_view(hidden_BTD, tokens_BT):
@@ -32,7 +31,9 @@ def token_logprobs(model, tokens_BT, temperature, *, dtype, remat):
     """Log-prob and entropy of every token but the first, [B, T]; differentiated by the learner."""
     hidden = model.hidden(tokens_BT, dtype=dtype, remat=remat)
     flat, targets = next_token_view(hidden, tokens_BT)
-    logp, entropy = ops.token_logprob(flat, model.head(dtype), targets, temperature=temperature)
+    logp, entropy = model.ops.token_logprob(
+        flat, model.head(dtype), targets, temperature=temperature
+    )
     return align(logp, tokens_BT), align(entropy, tokens_BT)
 
 
@@ -54,7 +55,7 @@ def _replay(
         num_dense=num_dense,
     )  # fmt: skip
     sparse, _ = next_token_view(sparse, tokens_BT)
-    alpha, logp = ops.acceptance_overlap(
+    alpha, logp = model.ops.acceptance_overlap(
         dense, sparse, model.head(dtype), targets, temperature=temperature
     )
     return align(alpha, tokens_BT, 1.0), align(logp, tokens_BT)

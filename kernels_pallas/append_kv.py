@@ -1,0 +1,286 @@
+"""New keys and values into the paged cache, and the landmark of every page they complete, in place.
+
+    page[x, t] = new[x, t - start]     for lo <= t < hi, all heads, x = key, value; the rest stays
+    landmark   = float32 mean over t of page[key, t]                     if hi = C (page complete)
+
+An item is one page of one row that receives tokens lo .. hi - 1 of its C. A token is one row of a
+(16, 128) tile, which no DMA can write alone: pages are read into VMEM, changed and written back,
+all K heads of a page by one DMA (K x 8 KiB at H = 128, C = 16, bf16). A page that is overwritten
+entirely is not read, an item without tokens touches nothing.
+
+Grid (G,), in order: program g owns the `rows` items of group g. While it changes its pages, those
+of group g + 1 are being read and those of group g - 1 written. On chip: SLOTS x rows pages of all
+heads (GROUP_BYTES each group), and two blocks of new tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.reference import page_shape
+
+SLOTS = 3
+GROUP_BYTES = 2**19
+PAGE, LO, HI = 0, 1, 2
+WROTE, MARKED = 1, 2
+READ, WRITE, MARK = 0, 1, 2
+
+
+def append_kv(
+    kv_pages_LKM, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B, *,
+    interpret=None,
+):  # fmt: skip
+    """As reference.append_kv: the pool and the landmarks with T new tokens per row.
+
+    Both are updated in place where the caller donates them; landmarks_LMKH as in the reference, or
+    as stored, [L, M, K H / 128, 128]. Rows never share a page that is written. Nothing is written
+    to the null page, nor past the end of the page table. interpret: None = compile.
+    """
+    B, T, K, H = k_BTKH.shape
+    L, _, M = kv_pages_LKM.shape[:3]
+    C = kv_pages_LKM.size // (L * K * M * 2 * H)
+    E, W = page_shape(C, H)
+    _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E)
+    items_IS = _items(page_table_BP, start_B, num_new_B, T, C)
+    new = jnp.stack([k_BTKH, v_BTKH], 2).astype(kv_pages_LKM.dtype)
+    new = _one_token(new, W) if T == 1 else _staged(new, start_B, C, (E, W))
+    rows = min(len(items_IS), max(1, GROUP_BYTES // (K * E * W * kv_pages_LKM.dtype.itemsize)))
+    pad = -len(items_IS) % rows
+    items = jnp.pad(items_IS, ((0, pad), (0, 0))).reshape(-1, rows, 3).swapaxes(1, 2)
+    new = jnp.pad(new, [(0, pad)] + [(0, 0)] * (new.ndim - 1))
+    stored = kv_pages_LKM.reshape(L, K, M, E, W)
+    lanes = W if K * H % W == 0 else H
+    marks = landmarks_LMKH.reshape(L, M, -1, lanes)
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    kv, marks = _call(layer, items, new, stored, marks, H, interpret)
+    return kv.reshape(kv_pages_LKM.shape), marks.reshape(landmarks_LMKH.shape)
+
+
+def _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E):
+    _, _, K, H = k_BTKH.shape
+    L, heads, M = kv_pages_LKM.shape[:3]
+    marks = L, M, K, H
+    if v_BTKH.shape != k_BTKH.shape or heads != K:
+        raise ValueError(
+            f"{v_BTKH.shape=}, {kv_pages_LKM.shape=}: expected the shape of the keys {k_BTKH.shape}"
+            f" and a pool [L, {K}, M, ...], pass keys, values and cache of one model"
+        )
+    if landmarks_LMKH.shape[:2] != (L, M) or landmarks_LMKH.size != L * M * K * H:
+        raise ValueError(
+            f"{landmarks_LMKH.shape=}: expected {marks} or the same in rows of 128 lanes for"
+            f" {kv_pages_LKM.shape=}, pass the landmarks of this pool"
+        )
+    if E % 2:
+        raise ValueError(
+            f"{kv_pages_LKM.shape=}: pages of {C} tokens of {H} numbers put keys and values into"
+            " one row of lanes, use a larger page"
+        )
+
+
+def _items(page_table_BP, start_B, num_new_B, T, C):
+    """(physical page, lo, hi) of every page that T tokens can touch, [B x touched, 3]."""
+    B, P = page_table_BP.shape
+    page_BQ = start_B[:, None] // C + jnp.arange((T + C - 2) // C + 1)
+    first_BQ = start_B[:, None] - page_BQ * C
+    lo, hi = jnp.clip(first_BQ, 0, C), jnp.clip(first_BQ + num_new_B[:, None], 0, C)
+    used = (lo < hi) & (page_BQ < P)
+    physical = jnp.take_along_axis(page_table_BP, jnp.minimum(page_BQ, P - 1), 1)
+    items_BQS = jnp.where(used[..., None], jnp.stack([physical, lo, hi], -1), 0)
+    return items_BQS.reshape(-1, 3).astype(jnp.int32)
+
+
+def _one_token(new_B1xKH, W):
+    """[B, 2, K, W]: the token in every H lanes; the kernel repeats it over the rows of the page."""
+    return jnp.tile(new_B1xKH[:, 0], W // new_B1xKH.shape[-1])
+
+
+def _staged(new_BTxKH, start_B, C, page):
+    """The new tokens laid out as the pages they go to, [B x touched, K, E, W]."""
+    B, T, _, K, H = new_BTxKH.shape
+    touched = (T + C - 2) // C + 1
+    token_BS = jnp.arange(touched * C) - (start_B % C)[:, None]
+    token_BS = jnp.clip(token_BS, 0, T - 1)[:, :, None, None, None]
+    new = jnp.take_along_axis(new_BTxKH, token_BS, 1).reshape(B * touched, C, 2, K, H)
+    return new.transpose(0, 3, 2, 1, 4).reshape(B * touched, K, *page)
+
+
+def _call(layer, items, new, stored, marks, H, interpret):
+    _, K, _, E, W = stored.shape
+    num_groups, _, rows = items.shape
+
+    def smem(shift):
+        def index(g, layer):
+            return jnp.minimum(g + shift, num_groups - 1), 0, 0
+
+        return pl.BlockSpec((1, 3, rows), index, memory_space=pltpu.SMEM)
+
+    def block(g, layer):
+        return g, *[0] * (new.ndim - 1)
+
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        functools.partial(_kernel, H=H),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(num_groups,),
+            in_specs=[smem(0), smem(1), pl.BlockSpec((rows, *new.shape[1:]), block), hbm, hbm],
+            out_specs=[hbm, hbm],
+            scratch_shapes=[
+                pltpu.VMEM((SLOTS, rows, K, E, W), stored.dtype),
+                pltpu.VMEM((SLOTS, rows, *marks.shape[2:]), marks.dtype),
+                pltpu.SMEM((SLOTS, rows), jnp.int32),
+                pltpu.SemaphoreType.DMA((3, SLOTS)),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (stored, marks)],
+        input_output_aliases={4: 0, 5: 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=False if interpret is None else interpret,
+        name="append_kv",
+    )(layer, items, items, new, stored, marks)
+
+
+def _kernel(
+    layer,  # SMEM [1]
+    items,  # SMEM [1, 3, rows]: this group
+    coming,  # SMEM [1, 3, rows]: the next group
+    new,  # VMEM [rows, 2, K, W] (T = 1) or [rows, K, E, W]
+    _kv, _marks,  # the aliased inputs
+    kv,  # HBM [L, K, M, E, W]
+    marks,  # HBM [L, M, K H / W', W'], W' = 128 where heads fill the rows
+    pages,  # VMEM [SLOTS, rows, K, E, W]
+    means,  # VMEM [SLOTS, rows, K H / W', W']
+    done,  # SMEM [SLOTS, rows]: what was written from the slot, WROTE + MARKED
+    sems,  # DMA [3, SLOTS]: READ, WRITE, MARK
+    *, H,
+):  # fmt: skip
+    g, num_groups = pl.program_id(0), pl.num_programs(0)
+    _, rows, _, E, W = pages.shape
+    slot, C = _slot(g), E * W // (2 * H)
+
+    def each(visit):
+        lax.fori_loop(0, rows, lambda r, _: (visit(r), 0)[1], 0)
+
+    def page_copy(slot, r, page, kind):
+        there, here = kv.at[layer[0], :, page], pages.at[slot, r]
+        source, target = (there, here) if kind == READ else (here, there)
+        return pltpu.make_async_copy(source, target, sems.at[kind, slot])
+
+    def mark_copy(slot, r, page):
+        return pltpu.make_async_copy(
+            means.at[slot, r], marks.at[layer[0], page], sems.at[MARK, slot]
+        )
+
+    def reads(group, slot, act):
+        def visit(r):
+            lo, hi = group[0, LO, r], group[0, HI, r]
+
+            @pl.when(_is_partial(lo, hi, C))
+            def _():
+                act(page_copy(slot, r, group[0, PAGE, r], READ))
+
+        each(visit)
+
+    def wait_writes(slot):
+        def visit(r):
+            @pl.when(done[slot, r] >= WROTE)
+            def _():
+                _wait_write(page_copy(slot, r, 0, WRITE))  # the sizes count, not the page
+
+            @pl.when(done[slot, r] > WROTE)
+            def _():
+                _wait_write(mark_copy(slot, r, 0))
+
+            done[slot, r] = 0
+
+        each(visit)
+
+    def change(r):
+        lo, hi, page = items[0, LO, r], items[0, HI, r], items[0, PAGE, r]
+
+        @pl.when(lo < hi)
+        def _():
+            merged_KEW = _merge(pages[slot, r], new[r], lo, hi, H)
+            pages[slot, r] = merged_KEW.astype(pages.dtype)
+            page_copy(slot, r, page, WRITE).start()
+            done[slot, r] = WROTE
+
+            @pl.when(_completes(hi, C))
+            def _():
+                means[slot, r] = _mean_key(merged_KEW, H, means.shape[3]).astype(means.dtype)
+                mark_copy(slot, r, page).start()
+                done[slot, r] = WROTE + MARKED
+
+    @pl.when(g == 0)
+    def _():
+        for s in range(SLOTS):
+            each(lambda r, s=s: done.__setitem__((s, r), 0))
+        reads(items, slot, lambda copy: copy.start())
+
+    @pl.when(g + 1 < num_groups)
+    def _():
+        wait_writes(_slot(g + 1))  # of group g + 1 - SLOTS
+        reads(coming, _slot(g + 1), lambda copy: copy.start())
+
+    reads(items, slot, _wait_read)
+    each(change)
+
+    @pl.when(g + 1 == num_groups)
+    def _():
+        for s in range(SLOTS):
+            wait_writes(s)
+
+
+def _slot(group):
+    return lax.rem(group, SLOTS)
+
+
+def _is_partial(lo, hi, C):
+    """Whether the page keeps some of its old tokens, so that it has to be read."""
+    return (lo < hi) & ((lo > 0) | (hi < C))
+
+
+def _completes(hi, C):
+    return hi == C
+
+
+def _wait_read(copy):
+    copy.wait()
+
+
+def _wait_write(copy):
+    copy.wait()
+
+
+def _merge(old_KEW, new, lo, hi, H):
+    """The page with tokens lo .. hi - 1 from new, in float32, which holds every cache type."""
+    K, E, W = old_KEW.shape
+    new = new.astype(jnp.float32)
+    if new.shape == (2, K, W):  # one token
+        keys, values = (jnp.broadcast_to(new[x][:, None], (K, E // 2, W)) for x in (0, 1))
+        new = jnp.concatenate([keys, values], 1)
+    row = lax.rem(lax.broadcasted_iota(jnp.int32, (E, W), 0), E // 2)
+    token = row * (W // H) + lax.div(lax.broadcasted_iota(jnp.int32, (E, W), 1), H)
+    fresh = (token >= lo) & (token < hi)
+    return jnp.where(fresh, new, old_KEW.astype(jnp.float32))
+
+
+def _mean_key(page_KEW, H, lanes):
+    """[K H / lanes, lanes]: the mean of the keys, which are the upper half of the page's rows."""
+    K, E, W = page_KEW.shape
+    mean_KW = page_KEW[:, : E // 2].sum(1) / (E * W // (2 * H))
+    if lanes == H:
+        return sum(mean_KW[:, i : i + H] for i in range(0, W, H))
+    # Several tokens per row, and several heads per row of landmarks: part i of a row is head i.
+    mean_KW = sum(pltpu.roll(mean_KW, i, 1) for i in range(H, W, H)) + mean_KW
+    head = lax.rem(lax.broadcasted_iota(jnp.int32, (K, W), 0), W // H)
+    part = lax.div(lax.broadcasted_iota(jnp.int32, (K, W), 1), H)
+    mean_KW = jnp.where(head == part, mean_KW, 0)
+    rows = [mean_KW[i : i + W // H].sum(0, keepdims=True) for i in range(0, K, W // H)]
+    return jnp.concatenate(rows)

@@ -1,0 +1,222 @@
+"""Decode kernels on a TPU: python -m kernels_pallas.bench [--out=bench.json]
+
+Correctness first, against the references on the same device; then one layer of Qwen3 at several
+contexts: selection, sparse attention and dense attention, as GB/s of the bytes each has to read and
+as a share of the chip's HBM peak. Without a TPU it says so and lists what it would have run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.ops import REFERENCE, Ops, kernels
+from kernels_pallas.reference import NUM_RESERVED, page_shape
+
+HBM_GB_PER_S = {
+    "TPU v5 lite": 819,
+    "TPU v5e": 819,
+    "TPU v5": 2765,
+    "TPU v5p": 2765,
+    "TPU v6 lite": 1640,
+    "TPU v6e": 1640,
+    "TPU7x": 3690,  # of one of the chip's two devices
+}
+"""Peak HBM bandwidth of a device by jax's device_kind, as its vendor states it."""
+POOL_BYTES = 4 * 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layer of Qwen3 1.7B (16 query heads) or 8B (32); selected counts the reserved pages."""
+
+    context: int
+    heads: int
+    batch: int
+    selected: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_read(self) -> dict[str, int]:
+        """What each part has to read: landmarks, listed pages, the whole cache."""
+        cached = self.batch * self.context * self.token_bytes
+        listed = self.batch * self.selected * self.page * self.token_bytes
+        return {"select": cached // (2 * self.page), "sparse": listed, "dense": cached}
+
+
+def cases() -> Iterator[Case]:
+    """4K to 128K tokens; the batch fills POOL_BYTES of one layer's cache, at most 64 rows."""
+    for heads in (16, 32):
+        for context in (4096, 8192, 16_384, 32_768, 65_536, 131_072):
+            row = Case(context=context, heads=heads, batch=1, selected=1)
+            batch = max(1, min(64, POOL_BYTES // row.bytes_read["dense"]))
+            pages = context // row.page
+            yield dataclasses.replace(row, batch=batch, selected=min(256, pages // 4))
+
+
+def inputs(c: Case, seed: int = 0) -> dict[str, Any]:
+    """Normal keys, values and queries; a shuffled page table; full rows."""
+    pages = c.batch * (c.context // c.page)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    pool = (1, c.kv_heads, pages + 1, *page_shape(c.page, c.head_dim))
+    table = 1 + np.random.default_rng(seed).permutation(pages).reshape(c.batch, -1)
+    return {
+        "q": jax.random.normal(keys[0], (c.batch, 1, c.heads, c.head_dim), c.dtype),
+        "kv": jax.random.normal(keys[1], pool, c.dtype),
+        "marks": jax.random.normal(keys[2], (1, pages + 1, c.kv_heads, c.head_dim), c.dtype),
+        "table": jnp.asarray(table, jnp.int32),
+        "length": jnp.full(c.batch, c.context, jnp.int32),
+        "k": jnp.full(c.batch, c.selected - NUM_RESERVED, jnp.int32),
+    }
+
+
+def parts(ops: Ops, c: Case) -> dict[str, Any]:
+    """select, attend (over a given list), sparse = both, dense; functions of `inputs` (and ids)."""
+    listed = jnp.full(c.batch, c.selected * c.page, jnp.int32)
+
+    def select(x):
+        pages = x["length"] // c.page
+        one = x["q"][:, 0]
+        return ops.select_pages(
+            one, x["marks"], 0, x["table"], pages, x["k"], max_selected=c.selected
+        )[0]
+
+    def attend(x, ids):
+        return ops.sparse_decode(x["q"], x["kv"], 0, ids, listed - 1, listed)
+
+    def dense(x):
+        return ops.sparse_decode(x["q"], x["kv"], 0, x["table"], x["length"] - 1, x["length"])
+
+    sparse = lambda x: attend(x, select(x))  # noqa: E731
+    return {"select": select, "attend": attend, "sparse": sparse, "dense": dense}
+
+
+def check(ops: Ops, c: Case) -> dict[str, float]:
+    """Share of page ids that differ from the reference's, and the largest errors of the output.
+
+    The reference runs on the host's CPU in float32: a TPU would round its products to bfloat16.
+    Output and LSE are compared for the reference's own list.
+    """
+    x = inputs(c, seed=1)
+    with jax.default_device(jax.devices("cpu")[0]):
+        host = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), x)
+        host = {n: a.astype(jnp.float32) if a.ndim > 2 else a for n, a in host.items()}
+        plain = parts(REFERENCE, c)
+        want = plain["select"](host)
+        expected = [np.asarray(a, np.float32) for a in plain["attend"](host, want)]
+    kernel = parts(ops, c)
+    ids = np.asarray(jax.jit(kernel["select"])(x))
+    got = jax.jit(kernel["attend"])(x, jnp.asarray(np.asarray(want)))
+    error = [
+        float(np.abs(np.asarray(a, np.float32) - b).max())
+        for a, b in zip(got, expected, strict=True)
+    ]
+    differ = float((ids != np.asarray(want)).mean())
+    return {"ids_differ": differ, "out_error": error[0], "lse_error": error[1]}
+
+
+def seconds(f, x, repeats: int = 5, inner: int = 20) -> float:
+    """Median time of one call, of `inner` in a row on the device: dispatch is not what is measured.
+
+    Each call waits for the one before it: its queries depend on that one's result, by 1e-30.
+    """
+
+    @jax.jit
+    def many(x):
+        def body(_, q):
+            first = jax.tree.leaves(f({**x, "q": q}))[0]
+            return q + (first.ravel()[0].astype(jnp.float32) * 1e-30).astype(q.dtype)
+
+        return jax.lax.fori_loop(0, inner, body, x["q"])
+
+    jax.block_until_ready(many(x))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(many(x))
+        times.append((time.perf_counter() - start) / inner)
+    return float(np.median(times))
+
+
+def measure(ops: Ops, c: Case, peak: float) -> dict[str, Any]:
+    """Times in microseconds, GB/s of the bytes that have to be read, share of the HBM peak."""
+    x, out = inputs(c), dataclasses.asdict(c)
+    functions = parts(ops, c)
+    ids = jax.jit(functions["select"])(x)
+    functions["attend"] = functools.partial(functions["attend"], ids=ids)
+    read = c.bytes_read
+    size = {
+        "select": read["select"],
+        "attend": read["sparse"],
+        "sparse": read["select"] + read["sparse"],
+        "dense": read["dense"],
+    }
+    for name, f in functions.items():
+        time_ = seconds(f, x)
+        speed = size[name] / time_ / 1e9
+        out |= {f"{name}_us": time_ * 1e6, f"{name}_gb_per_s": speed, f"{name}_share": speed / peak}
+    return out | {"speedup": out["dense_us"] / out["sparse_us"]}
+
+
+def text(r: dict[str, Any]) -> str:
+    """One line of the table."""
+    cells = "  ".join(
+        f"{n} {r[f'{n}_us']:8.1f} us {r[f'{n}_gb_per_s']:6.0f} GB/s ({r[f'{n}_share']:4.0%})"
+        for n in ("select", "attend", "dense")
+    )
+    return f"{r['heads']:3} heads {r['context']:7} x {r['batch']:2}  {cells}  {r['speedup']:.2f}x"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 if a kernel is wrong; its speed is then not measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    arguments = parser.parse_args(argv)
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        print(f"no TPU here (the device is {device.platform}); nothing was run. It would measure:")
+        for c in cases():
+            gib = {n: f"{b / 2**30:.2f} GiB" for n, b in c.bytes_read.items()}
+            print(f"  {c.heads} heads, {c.batch} x {c.context} tokens, {c.selected} pages: {gib}")
+        return 0
+    peak = HBM_GB_PER_S.get(device.device_kind)
+    if peak is None:
+        raise ValueError(f"{device.device_kind=}: add its HBM peak to HBM_GB_PER_S")
+    print(f"{device.device_kind}, HBM peak {peak} GB/s, jax {jax.__version__}")
+    tolerance = {"ids_differ": 0.01, "out_error": 0.03, "lse_error": 0.01}  # of bfloat16 inputs
+    for c in (Case(context=4096, heads=h, batch=2, selected=64) for h in (16, 32)):
+        errors = check(kernels(), c)
+        print(f"{c.heads} heads against the reference: {errors}")
+        if wrong := [n for n, e in errors.items() if not e <= tolerance[n]]:
+            print(f"the kernels are wrong ({', '.join(wrong)}); their speed says nothing")
+            return 1
+    rows = []
+    for c in cases():
+        rows.append(measure(kernels(), c, peak))
+        print(text(rows[-1]), flush=True)
+    if arguments.out:
+        record = {"device": device.device_kind, "jax": jax.__version__, "rows": rows}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Causal attention over whole sequences, dense or by pages (replay), with backward, for TPU.
+
+    s = k q^T / sqrt(H),  p = exp(s - lse),  lse = log sum_keys exp(s),  out = p^T v
+    delta = sum_h(out do),  ds = p (v do^T - delta),  dv = p do,  dk = ds q / sqrt(H),
+    dq = ds^T k / sqrt(H)
+
+Scores are held transposed, [keys, queries]: sums over keys then run over sublanes, and maximum,
+denominator, LSE and delta are rows of lanes, not columns that fill one lane of a register.
+Layout: q [G, R, T, H] with G = B x K groups of R query heads; the R x queries rows of a block are
+one matrix (X), so that one product serves the group, and dk and dv sum over it.
+Grid: (G, pairs). A pair is a block of queries and a block of keys of which at least one is visible;
+the table of pairs is prefetched to SMEM (8 bytes a pair, 33 KiB at 32K tokens), so that nothing is
+spent above the diagonal. One program adds a block of keys to the state of a block of queries
+(forward, dq), or a block of queries to the gradients of a block of keys (dk, dv).
+On chip, with rows = R x queries and s = keys x rows x 4 bytes (2 MiB at 512 x 1024): forward
+about 3 s, backward about 5 s, besides double-buffered blocks of at most rows x H numbers.
+Replay: which pages a query reads is computed outside in chunks of queries by the reference's rule
+and packed into bits, [G, key blocks, words, T] (1 / 32 byte a page and query; 128 MiB for 16 groups
+at 32K tokens); a program expands the words of its block to a bias of 0 or NEG.
+Numerics: float32 softmax and accumulators; float32 inputs multiply at HIGHEST precision; for
+bfloat16 inputs p and ds are rounded to bfloat16 before they multiply, as in the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import reference
+
+NEG = reference.NEG
+LANES = 128
+ROWS = 1024
+BITS = 32
+HIGHEST = lax.Precision.HIGHEST
+NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
+
+
+class Tuning(NamedTuple):
+    """Tokens in a block of queries and in a block of keys; multiples of 128."""
+
+    queries: int
+    keys: int
+
+
+class _Spec(NamedTuple):
+    """What the kernels know at compile time. page = 0: dense."""
+
+    ratio: int
+    queries: int
+    keys: int
+    page: int
+    interpret: Any
+
+
+def default_tuning(num_tokens: int, ratio: int) -> Tuning:
+    """About 1,024 rows of at most 512 queries, and 512 keys: from bytes, not from measurement."""
+    queries = max(LANES, ROWS // ratio // LANES * LANES)
+    whole = max(LANES, 1 << (num_tokens - 1).bit_length())
+    return Tuning(min(512, queries, whole), min(512, whole))
+
+
+def flash_prefill(
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
+    chunk=reference.QUERY_BLOCK, interpret=None, tuning=None,
+):  # fmt: skip
+    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+
+    out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
+    at each query position) only over the pages that decode would have read there; queries before
+    prompt_len_B see all. Differentiable in q, k and v; the choice of pages is constant. `chunk`
+    queries choose their pages at a time. Returns out_BTNH. See reference.flash_prefill.
+    """
+    B, T, N, H = q_BTNH.shape
+    kinds = budget_T, prompt_len_B, page, chunk
+    packed = _prepare(q_BTNH, k_BTKH, v_BTKH, *kinds, interpret, tuning)
+    return _attend(*packed).reshape(B, N, -1, H).swapaxes(1, 2)[:, :T]
+
+
+def _prepare(q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interpret, tuning):
+    """Arguments of _attend: q [G, R, T, H], k and v [G, S, H], words or None, and the spec."""
+    T, N = q_BTNH.shape[1:3]
+    K = k_BTKH.shape[2]
+    tuning = tuning or default_tuning(T, N // K)
+    spec = _Spec(N // K, *tuning, 0 if budget_T is None else page, interpret)
+    _check(q_BTNH, k_BTKH, v_BTKH, spec)
+    words = None
+    if budget_T is not None:
+        q, k = lax.stop_gradient((q_BTNH, k_BTKH))
+        words = _page_words(q, k, jnp.asarray(budget_T), jnp.asarray(prompt_len_B), chunk, spec)
+    k_GSH, v_GSH = (_pack(x, K, spec.keys)[:, 0] for x in (k_BTKH, v_BTKH))
+    return _pack(q_BTNH, K, spec.queries), k_GSH, v_GSH, words, spec
+
+
+def _check(q_BTNH, k_BTKH, v_BTKH, spec):
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    if k_BTKH.shape != (B, T, K, H) or v_BTKH.shape != k_BTKH.shape or N % K:
+        raise ValueError(
+            f"{q_BTNH.shape=} {k_BTKH.shape=} {v_BTKH.shape=}: expected [B, T, N, H] and twice "
+            "[B, T, K, H] with N a multiple of K; reshape"
+        )
+    if spec.page and (spec.keys % spec.page or spec.keys % _span(spec)):
+        raise ValueError(
+            f"{spec.keys=} {spec.page=}: expected a block of keys of whole pages, and of whole "
+            "words of 32 pages if it has more than one; change tuning"
+        )
+    if spec.interpret is None and (spec.queries % LANES or spec.keys % LANES or spec.page % 8):
+        raise ValueError(
+            f"{spec.queries=} {spec.keys=} {spec.page=}: expected blocks of multiples of {LANES} "
+            "tokens and a page of a multiple of 8; change tuning or page"
+        )
+
+
+def _pack(x_BTNH, num_groups, block):
+    """[B, T, N, H] -> [G, N / K, T, H], padded to whole blocks."""
+    B, T, _, H = x_BTNH.shape
+    x = jnp.pad(x_BTNH, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
+    return x.swapaxes(1, 2).reshape(B * num_groups, -1, x.shape[1], H)
+
+
+def _span(spec):
+    """Keys whose pages share one word of bits."""
+    return min(BITS * spec.page, spec.keys)
+
+
+def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, chunk, spec):
+    """Pages that each query reads, as bits: int32 [G, key blocks, words of a block, queries].
+
+    Bit i of word w of block j: page (j x keys + w x span) / page + i. Padding queries read page 0.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, page = k_BTKH.shape[2], spec.page
+    padded = -(-T // spec.queries) * spec.queries
+    chunk = min(chunk, padded)
+    firsts = jnp.arange(0, padded, chunk)
+    q = jnp.pad(q_BTNH, ((0, 0), (0, len(firsts) * chunk - T), (0, 0), (0, 0)))
+    landmarks_BKPH = reference._page_means(k_BTKH, page).swapaxes(1, 2)
+    num_words = -(-T // spec.keys) * (spec.keys // _span(spec))
+
+    def choose(first):
+        position = first + jnp.arange(chunk)
+        q_BcKRH = lax.dynamic_slice_in_dim(q, first, chunk, 1).reshape(B, chunk, K, -1, H)
+        q_BcKH = q_BcKRH.astype(jnp.float32).mean(3)
+        scores = jnp.einsum("bckh,bkph->bkcp", q_BcKH, landmarks_BKPH, precision=HIGHEST)
+        budget = budget_T[jnp.minimum(position, budget_T.shape[0] - 1)]
+        pages = reference.page_mask(scores, position // page + 1, budget)
+        pages |= (position < prompt_len_B[:, None])[:, None, :, None]
+        return _to_bits(pages, num_words, _span(spec) // page)
+
+    words = lax.map(choose, firsts)  # [chunks, B, K, words, chunk]
+    words = jnp.moveaxis(words, 0, 3).reshape(B * K, num_words, -1)[..., :padded]
+    return words.reshape(B * K, -1, spec.keys // _span(spec), padded)
+
+
+def _to_bits(pages_BKcP, num_words, bits):
+    """bool [..., c, P] -> int32 [..., words, c]."""
+    *lead, P = pages_BKcP.shape
+    pages = jnp.pad(pages_BKcP, [(0, 0)] * len(lead) + [(0, num_words * bits - P)])
+    pages = pages.reshape(*lead, num_words, bits).astype(jnp.uint32)
+    words = (pages << jnp.arange(bits, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32).swapaxes(-1, -2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_GRTH, k_GSH, v_GSH, words, spec):
+    return _forward(q_GRTH, k_GSH, v_GSH, words, spec)[0]
+
+
+def _attend_fwd(q_GRTH, k_GSH, v_GSH, words, spec):
+    out_GRTH, lse_G1X = _forward(q_GRTH, k_GSH, v_GSH, words, spec)
+    return out_GRTH, (q_GRTH, k_GSH, v_GSH, words, out_GRTH, lse_G1X)
+
+
+def _attend_bwd(spec, saved, do_GRTH):
+    q_GRTH, k_GSH, v_GSH, words, out_GRTH, lse_G1X = saved
+    delta_GRT = (out_GRTH.astype(jnp.float32) * do_GRTH.astype(jnp.float32)).sum(-1)
+    delta = delta_GRT.reshape(*delta_GRT.shape[:2], -1, spec.queries).swapaxes(1, 2)
+    arrays = [q_GRTH, k_GSH, v_GSH, do_GRTH, lse_G1X, delta.reshape(lse_G1X.shape)]
+    return _query_gradient(arrays, words, spec), *_key_gradients(arrays, words, spec), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _forward(q_GRTH, k_GSH, v_GSH, words, spec):
+    """Output [G, R, T, H] and LSE [G, 1, R x T], in the order (block, R, queries of a block)."""
+    G, R, T, H = q_GRTH.shape
+    rows = R * spec.queries
+    lse_G1X = jax.ShapeDtypeStruct((G, 1, R * T), jnp.float32)
+    state, out = [(1, rows), (1, rows), (H, rows)], [(q_GRTH, "query"), (lse_G1X, "lane")]
+    return _call(_forward_kernel, spec, state, [q_GRTH, k_GSH, v_GSH], words, out)
+
+
+def _query_gradient(arrays, words, spec):
+    """dq from q, k, v, do [G, R, T, H], and LSE and delta [G, 1, X]."""
+    state, out = [(arrays[0].shape[3], spec.ratio * spec.queries)], [(arrays[0], "query")]
+    return _call(_query_gradient_kernel, spec, state, arrays, words, out)[0]
+
+
+def _key_gradients(arrays, words, spec):
+    """dk and dv, from the same."""
+    state, out = [(spec.keys, arrays[0].shape[3])] * 2, [(x, "key") for x in arrays[1:3]]
+    return _call(_key_gradients_kernel, spec, state, arrays, words, out)
+
+
+INPUTS = ["query", "key", "key", "query", "lane", "lane"]
+
+
+def _call(kernel, spec, state, arrays, words, out):
+    """One pallas_call over the visible pairs of blocks; the kind of the first result stays put."""
+    G, R, T, H = arrays[0].shape
+    num_queries, num_keys = T // spec.queries, arrays[1].shape[1] // spec.keys
+    pairs = _pairs(num_queries, num_keys, spec, out[0][1])
+    query, key = (None, R, spec.queries, H), (None, spec.keys, H)
+    blocks = {
+        "query": pl.BlockSpec(query, lambda g, n, pairs: (g, 0, pairs[0, n], 0)),
+        "key": pl.BlockSpec(key, lambda g, n, pairs: (g, pairs[1, n], 0)),
+        "lane": pl.BlockSpec((None, 1, R * spec.queries), lambda g, n, pairs: (g, 0, pairs[0, n])),
+    }
+    in_specs = [blocks[kind] for kind in INPUTS[: len(arrays)]]
+    if words is not None:
+        arrays, block = [*arrays, words], (None, None, words.shape[2], spec.queries)
+        index = lambda g, n, pairs: (g, pairs[1, n], 0, pairs[0, n])  # noqa: E731
+        in_specs.append(pl.BlockSpec(block, index))
+    return pl.pallas_call(
+        functools.partial(kernel, spec=spec, last=(num_queries - 1, num_keys - 1)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(G, pairs.shape[1]),
+            in_specs=in_specs,
+            out_specs=[blocks[kind] for _, kind in out],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in state],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in out],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=False if spec.interpret is None else spec.interpret,
+        name=kernel.__name__.strip("_"),
+    )(pairs, *arrays)
+
+
+def _pairs(num_queries, num_keys, spec, major):
+    """(block of queries, block of keys) with a visible key, int32 [2, pairs]."""
+    i, j = np.meshgrid(np.arange(num_queries), np.arange(num_keys), indexing="ij")
+    if major == "key":
+        i, j = i.T, j.T
+    seen = j * spec.keys < (i + 1) * spec.queries
+    return np.stack([i[seen], j[seen]]).astype(np.int32)
+
+
+def _dot(a, b, contract):
+    exact = HIGHEST if a.dtype == jnp.float32 else None
+    dims = contract, ((), ())
+    return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _block(pairs):
+    """Block of queries and block of keys of this program."""
+    return pairs[0, pl.program_id(1)], pairs[1, pl.program_id(1)]
+
+
+def _rows(x_RTH):
+    """The heads of a group one after another: [R x queries, H]."""
+    return x_RTH[...].reshape(-1, x_RTH.shape[2])
+
+
+def _positions(i, j, spec):
+    """Positions of the keys and of the queries of a block, both int32 [keys, queries]."""
+    shape = spec.keys, spec.queries
+    key = j * spec.keys + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return key, i * spec.queries + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def _bias(words, i, j, spec, diagonal):
+    """0 where a query sees a key, else NEG: float32 [keys, queries], or None if all is visible."""
+    bias = None
+    if words is not None:
+        num, queries = words.shape  # [words, queries]
+        bits = _span(spec) // spec.page
+        word = jnp.broadcast_to(words[...][:, None], (num, bits, queries))
+        bit = lax.shift_right_logical(word, lax.broadcasted_iota(jnp.int32, word.shape, 1)) & 1
+        bias = jnp.where(bit == 1, 0.0, NEG).reshape(num * bits, 1, queries)
+        bias = jnp.broadcast_to(bias, (num * bits, spec.page, queries)).reshape(-1, queries)
+    if diagonal:
+        key, query = _positions(i, j, spec)
+        bias = jnp.where(key <= query, 0.0 if bias is None else bias, NEG)
+    return bias
+
+
+def _scores(q_RTH, k_SH, words, i, j, spec, diagonal):
+    """s [keys, rows], NEG where invisible."""
+    s = _dot(k_SH[...], _rows(q_RTH), NT) * k_SH.shape[1] ** -0.5
+    if (bias := _bias(words, i, j, spec, diagonal)) is None:
+        return s
+    heads = [s[:, r * spec.queries : (r + 1) * spec.queries] + bias for r in range(spec.ratio)]
+    return jnp.concatenate(heads, 1)
+
+
+def _on_block(i, j, spec, add):
+    """add(diagonal): only blocks that the diagonal crosses compare positions."""
+    whole = (j + 1) * spec.keys <= i * spec.queries + 1
+    pl.when(whole)(lambda: add(False))
+    pl.when(jnp.logical_not(whole))(lambda: add(True))
+
+
+def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last):
+    """pairs: [2, n] in SMEM. q: [R, queries, H]. k, v: [keys, H]. Replay: words [words, queries].
+
+    Results: out as q, lse [1, rows]. State: maximum and denominator [1, rows], acc [H, rows].
+    """
+    *words, out_RTH, lse_1X, max_1X, sum_1X, acc_HX = refs
+    i, j = _block(pairs)
+
+    @pl.when(j == 0)
+    def _():
+        max_1X[...] = jnp.full_like(max_1X, NEG)
+        sum_1X[...] = jnp.zeros_like(sum_1X)
+        acc_HX[...] = jnp.zeros_like(acc_HX)
+
+    def add(diagonal):
+        # Every query sees key 0, so the first block leaves a real maximum behind.
+        s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
+        top = jnp.maximum(max_1X[...], s.max(0, keepdims=True))
+        p = jnp.exp(s - top)
+        keep = jnp.exp(max_1X[...] - top)
+        max_1X[...] = top
+        sum_1X[...] = sum_1X[...] * keep + p.sum(0, keepdims=True)
+        acc_HX[...] = acc_HX[...] * keep + _dot(v_SH[...], p.astype(v_SH.dtype), TN)
+
+    _on_block(i, j, spec, add)
+
+    @pl.when(j == _last_key_block(i, spec, last))
+    def _():
+        out_XH = (acc_HX[...] / sum_1X[...]).T
+        out_RTH[...] = out_XH.reshape(out_RTH.shape).astype(out_RTH.dtype)
+        lse_1X[...] = max_1X[...] + jnp.log(sum_1X[...])
+
+
+def _last_key_block(i, spec, last):
+    return jnp.minimum(lax.div((i + 1) * spec.queries - 1, spec.keys), last[1])
+
+
+def _weights(s, lse_1X):
+    """p from the saved log-sum-exp."""
+    return jnp.exp(s - lse_1X[...])
+
+
+def _query_gradient_kernel(pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last):
+    """As forward; do as q, lse and delta [1, rows]. Result dq as q, state [H, rows]."""
+    *words, dq_RTH, acc_HX = refs
+    i, j = _block(pairs)
+
+    @pl.when(j == 0)
+    def _():
+        acc_HX[...] = jnp.zeros_like(acc_HX)
+
+    def add(diagonal):
+        s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
+        ds = _weights(s, lse_1X) * (_dot(v_SH[...], _rows(do_RTH), NT) - delta_1X[...])
+        acc_HX[...] += _dot(k_SH[...], ds.astype(k_SH.dtype), TN)
+
+    _on_block(i, j, spec, add)
+
+    @pl.when(j == _last_key_block(i, spec, last))
+    def _():
+        dq_XH = (acc_HX[...] * k_SH.shape[1] ** -0.5).T
+        dq_RTH[...] = dq_XH.reshape(dq_RTH.shape).astype(dq_RTH.dtype)
+
+
+def _key_gradients_kernel(pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last):
+    """As dq, but the keys stay and the queries pass. Results and state: dk, dv [keys, H]."""
+    *words, dk_SH, dv_SH, dk_acc, dv_acc = refs
+    i, j = _block(pairs)
+
+    @pl.when(i == lax.div(j * spec.keys, spec.queries))
+    def _():
+        dk_acc[...] = jnp.zeros_like(dk_acc)
+        dv_acc[...] = jnp.zeros_like(dv_acc)
+
+    def add(diagonal):
+        s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
+        p = _weights(s, lse_1X)
+        dv_acc[...] += _dot(p.astype(do_RTH.dtype), _rows(do_RTH), NN)
+        ds = p * (_dot(v_SH[...], _rows(do_RTH), NT) - delta_1X[...])
+        dk_acc[...] += _dot(ds.astype(q_RTH.dtype), _rows(q_RTH), NN)
+
+    _on_block(i, j, spec, add)
+
+    @pl.when(i == last[0])
+    def _():
+        dk_SH[...] = (dk_acc[...] * k_SH.shape[1] ** -0.5).astype(dk_SH.dtype)
+        dv_SH[...] = dv_acc[...].astype(dv_SH.dtype)

@@ -1,0 +1,73 @@
+"""The operations of the model as one value: by Pallas kernels, or by their plain-XLA references.
+
+`resolve` is called once, where a backend is built; what it returns is hashable and travels as a
+static value. There is no switch by environment or at import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kernels_pallas import (
+    append_kv,
+    flash_prefill,
+    reference,
+    select_pages,
+    sparse_decode,
+    token_logprob,
+)
+
+CHOICES = ("auto", "kernel", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """Six functions with the signatures of kernels_pallas/reference.py."""
+
+    name: str
+    select_pages: Callable[..., Any]
+    sparse_decode: Callable[..., Any]
+    append_kv: Callable[..., Any]
+    flash_prefill: Callable[..., Any]
+    token_logprob: Callable[..., Any]
+    acceptance_overlap: Callable[..., Any]
+
+
+REFERENCE = Ops(
+    "reference",
+    reference.select_pages,
+    reference.sparse_decode,
+    reference.append_kv,
+    reference.flash_prefill,
+    reference.token_logprob,
+    reference.acceptance_overlap,
+)
+
+
+@functools.cache
+def kernels(interpret=None) -> Ops:
+    """The Pallas kernels; interpret: pltpu.InterpretParams to run them without a TPU, slowly."""
+    functions = (
+        select_pages.select_pages,
+        sparse_decode.sparse_decode,
+        append_kv.append_kv,
+        flash_prefill.flash_prefill,
+        token_logprob.token_logprob,
+        token_logprob.acceptance_overlap,
+    )
+    name = "kernel" if interpret is None else "kernel, interpreted"
+    return Ops(name, *(functools.partial(f, interpret=interpret) for f in functions))
+
+
+def resolve(attention: str, platform: str) -> Ops:
+    """auto: kernels on TPU, references elsewhere. ValueError for kernels that cannot run here."""
+    if attention not in CHOICES:
+        raise ValueError(f"{attention=}: expected one of {', '.join(CHOICES)}")
+    if attention == "kernel" and platform != "tpu":
+        raise ValueError(
+            f"attention='kernel' on {platform}: Pallas kernels need a TPU; set reference or auto"
+        )
+    return kernels() if platform == "tpu" and attention != "reference" else REFERENCE

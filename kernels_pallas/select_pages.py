@@ -1,0 +1,387 @@
+"""Pages that sparse decode reads: landmark scores and an exact, deterministic top-k.
+
+    score[b, k, p] = mean_r q[b, k R + r] . landmark[page_table[b, p], k]        (float32)
+    chosen[b, k]   = {0, n - 2, n - 1} and the k_b best of 1 .. n - 3, ties to the lower page
+    page_ids       = page_table[b, sorted(chosen)], then zeros
+
+Grid (B,): one program owns one row with all its KV heads (heads are sublanes, pages lanes) and does
+
+1. gather and score: landmarks come from HBM page by page, one DMA of K x H numbers each, `unit`
+   pages a step, ring - 1 units in flight. There is no branch per page, so that starting the DMAs of
+   a later unit (scalar slots) and scoring this one (vector slots) share bundles. A page is
+   multiplied by the mean query and summed along its lanes on the VPU: float32 products without
+   splitting the query for the MXU. Only the first n - 2 pages (to a multiple of `unit`) are
+   fetched, and none at all if k = 0 or every page is chosen.
+2. threshold: the k-th largest score as an order-preserving int32, `digit` bits at a time from the
+   top, by counting (no sort exists in a kernel); equal scores then fill up from the lowest page.
+3. list: ranks by a triangular matrix product per 128 pages; entry j of a head is the page whose
+   rank is j, found for 128 entries at once by binary search over the ranks (a gather along lanes).
+   No scalar loop, and no page id as a float.
+
+Heads of fewer than 128 numbers lie side by side in rows of 128 lanes ([L, M, K H / 128, 128], the
+stored form, which XLA keeps as it is; it would transpose [L, M, K, 64] and copy the pool).
+
+On-chip bytes per program, P = pages padded to 512, 8 x 128 bfloat16 in brackets for P = 2,560: VMEM
+ring unit K H landmarks (1 MiB), 4 max(K, 8) P keys (80 KiB) and twice 4 P ids, 4 K H queries, 4 K J
+list (44 KiB); SMEM 2 x 4 P, the table of this and the next row (20 KiB), and 8 B + 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+NUM_RESERVED = 3
+LANES, SUBLANES = 128, 8
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+class Tuning(NamedTuple):
+    """Sizes that change the speed and not the result.
+
+    unit: pages fetched and scored in a step, a divisor of 128. ring: buffers of one unit, a power
+    of 2; all but one are in flight while that one is scored. group: blocks of 128 pages handled
+    together after the gather, the grain of a row's length. digit: bits of the threshold found per
+    pass over the scores by 2**digit - 1 counts, a divisor of 32.
+    """
+
+    unit: int = 32
+    ring: int = 16
+    group: int = 4
+    digit: int = 2
+
+
+def select_pages(
+    q_BNH,
+    landmarks_LMKH,
+    layer,
+    page_table_BP,
+    num_pages_B,
+    k_B,
+    *,
+    max_selected,
+    tuning=None,
+    interpret=None,
+):
+    """Physical pages that each (sequence, KV head) reads; see reference.select_pages.
+
+    landmarks_LMKH: as in the reference, or as stored. tuning: a Tuning. interpret: None = compile
+    for a TPU; a pltpu.InterpretParams runs it on a CPU.
+    """
+    tuning = tuning or Tuning()
+    B, N, H = q_BNH.shape
+    P = page_table_BP.shape[1]
+    landmarks_LMRW = _rows_of_lanes(landmarks_LMKH, H)
+    _, _, R, W = landmarks_LMRW.shape
+    K = R * W // H
+    _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected, tuning)
+    q_BRW = q_BNH.reshape(B, K, -1, H).astype(jnp.float32).mean(2).reshape(B, R, W)
+    num_pages_B = jnp.asarray(num_pages_B, jnp.int32)
+    taken_B = jnp.clip(k_B, 0, jnp.maximum(num_pages_B - NUM_RESERVED, 0)).astype(jnp.int32)
+    room = max(max_selected - NUM_RESERVED, 0)
+
+    tuning = tuning._replace(group=min(tuning.group, pl.cdiv(P, LANES)))
+    padded = pl.cdiv(P, tuning.group * LANES) * tuning.group * LANES
+    blocks, width = padded // LANES, pl.cdiv(max_selected, LANES) * LANES
+    table_BP = _prepare_table(page_table_BP, num_pages_B, padded)
+
+    def row(*shape, space=pltpu.VMEM):
+        return pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0), memory_space=space)
+
+    page_ids_BKJ = pl.pallas_call(
+        functools.partial(_kernel, tuning=tuning, head_dim=H),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(B,),
+            in_specs=[
+                row(1, padded, space=pltpu.SMEM),
+                row(blocks, LANES),
+                row(R, W),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=row(K, width),
+            scratch_shapes=[
+                pltpu.VMEM((tuning.ring, tuning.unit, R, W), landmarks_LMRW.dtype),
+                pltpu.VMEM((blocks, max(K, SUBLANES), LANES), jnp.int32),
+                pltpu.SemaphoreType.DMA((tuning.ring,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((B, K, width), jnp.int32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",), disable_bounds_checks=True
+        ),
+        interpret=False if interpret is None else interpret,
+        name="select_pages",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        num_pages_B,
+        jnp.minimum(taken_B, room),
+        table_BP.reshape(B, 1, padded),
+        table_BP.reshape(B, blocks, LANES),
+        q_BRW,
+        landmarks_LMRW,
+    )
+    page_ids_BKJ = page_ids_BKJ.reshape(B, W // H, R, width).swapaxes(1, 2).reshape(B, K, width)
+    return page_ids_BKJ[:, :, :max_selected], taken_B + jnp.minimum(num_pages_B, NUM_RESERVED)
+
+
+def _rows_of_lanes(landmarks_LMKH, head_dim):
+    """The landmarks in the form in which they are stored, [L, M, R, 128] if heads fill the rows."""
+    L, M, rows, lanes = landmarks_LMKH.shape
+    if lanes == head_dim < LANES and LANES % head_dim == 0 and rows * head_dim % LANES == 0:
+        return landmarks_LMKH.reshape(L, M, rows * head_dim // LANES, LANES)
+    return landmarks_LMKH
+
+
+def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected, tuning):
+    B, N, H = q_BNH.shape
+    _, _, rows, lanes = landmarks_LMKH.shape
+    if lanes % H or N % (rows * lanes // H):
+        raise ValueError(
+            f"{landmarks_LMKH.shape=}: expected [L, M, K, {H}] or [L, M, K {H} / 128, 128] with K"
+            f" dividing the {N} heads of {q_BNH.shape=}; pass both of the same model"
+        )
+    if not page_table_BP.shape[0] == num_pages_B.shape[0] == k_B.shape[0] == B:
+        raise ValueError(
+            f"{page_table_BP.shape=}, {num_pages_B.shape=}, {k_B.shape=}: expected {B} rows each,"
+            " as many as queries"
+        )
+    if max_selected < 1:
+        raise ValueError(f"{max_selected=}: expected at least 1 page; widen the list")
+    unit, ring, group, digit = tuning
+    if LANES % unit or ring < 2 or ring & (ring - 1) or group < 1 or 32 % digit:
+        raise ValueError(
+            f"{tuning=}: expected a unit that divides 128, a ring of a power of 2, a group of at"
+            " least 1 and a digit that divides 32; change tuning"
+        )
+
+
+def _prepare_table(page_table_BP, num_pages_B, padded):
+    """The table with the row's first page in place of its padding: real pages, which get no use."""
+    used = jnp.arange(page_table_BP.shape[1]) < num_pages_B[:, None]
+    table_BP = jnp.where(used, page_table_BP, page_table_BP[:, :1]).astype(jnp.int32)
+    return jnp.pad(table_BP, ((0, 0), (0, padded - table_BP.shape[1])), mode="edge")
+
+
+def _kernel(
+    layer_ref,  # [1] int32, SMEM
+    num_pages_ref,  # [B] int32, SMEM
+    k_ref,  # [B] int32, SMEM: pages to take of the candidates
+    table_ref,  # [1, 1, P] int32, SMEM
+    ids_ref,  # [1, P / 128, 128] int32, VMEM: the table again
+    q_ref,  # [1, R, W] float32, VMEM: mean queries
+    landmarks_ref,  # [L, M, R, W], HBM
+    list_ref,  # [1, K, J] int32, VMEM
+    buffer_ref,  # [ring, unit, R, W], VMEM
+    keys_ref,  # [P / 128, max(K, 8), 128] int32, VMEM: scores, order-preserving
+    sem,  # [ring] DMA semaphores, one per buffer
+    *,
+    tuning,
+    head_dim,
+):
+    """R rows of W lanes hold W / H heads each: head r W / H + i is number i R + r in here."""
+    b, group = pl.program_id(0), tuning.group
+    n, k = num_pages_ref[b], k_ref[b]
+    num_groups = pl.cdiv(n, group * LANES)
+    undecided = (k > 0) & (k < n - NUM_RESERVED)
+    num_units = pl.cdiv(jnp.where(undecided, n - 2, 0), tuning.unit)
+
+    def clear(g, _):
+        """Every candidate with the same score, which is right where no score is needed."""
+        page = _pages(g, group, keys_ref.shape[1])
+        keys_ref[pl.ds(g * group, group)] = jnp.where(_is_candidate(page, n), 0, LOWEST)
+        return 0
+
+    lax.fori_loop(0, num_groups, clear, 0)
+    fetch = functools.partial(_fetch, landmarks_ref.at[layer_ref[0]], table_ref, buffer_ref, sem)
+
+    def first(unit, _):
+        fetch(unit)
+        return 0
+
+    def score(unit, _, more):
+        _wait(unit, buffer_ref, sem)
+        pages = buffer_ref[_slot(unit, tuning.ring)]  # loads are not moved across DMAs: before them
+        if more:
+            fetch(unit + tuning.ring - 1)
+        _score(unit, n, pages, q_ref[0], keys_ref, head_dim)
+        return 0
+
+    ahead = jnp.minimum(num_units, tuning.ring - 1)
+    lax.fori_loop(0, ahead, first, 0)
+    lax.fori_loop(0, num_units - ahead, functools.partial(score, more=True), 0)
+    lax.fori_loop(num_units - ahead, num_units, functools.partial(score, more=False), 0)
+    threshold, above = _threshold(keys_ref, k, num_groups, undecided, tuning)
+    list_ref[0] = jnp.zeros(list_ref.shape[1:], jnp.int32)
+    _write_list(list_ref, keys_ref, ids_ref, threshold, k - above, n, num_groups, group)
+
+
+def _pages(g, group, rows):
+    """Logical page of every lane of group g, int32 [group, rows, 128]."""
+    shape = (group, rows, LANES)
+    block = g * group + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return block * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
+
+
+def _is_candidate(page, n):
+    return (page >= 1) & (page < n - 2)
+
+
+def _slot(unit, ring):
+    return unit & (ring - 1)
+
+
+def _fetch(landmarks_MRW, table_ref, buffer_ref, sem, unit):
+    ring, pages = buffer_ref.shape[:2]
+    slot = _slot(unit, ring)
+    for i in range(pages):
+        page = landmarks_MRW.at[table_ref[0, 0, unit * pages + i]]
+        pltpu.make_async_copy(page, buffer_ref.at[slot, i], sem.at[slot]).start()
+
+
+def _wait(unit, buffer_ref, sem):
+    """Wait for the bytes of all pages of a unit."""
+    slot = _slot(unit, buffer_ref.shape[0])
+    pltpu.make_async_copy(buffer_ref.at[slot], buffer_ref.at[slot], sem.at[slot]).wait()
+
+
+def _score(unit, n, pages_uRW, q_RW, keys_ref, head_dim):
+    """Page i of the unit is summed along H, and its key put into the lane of the page."""
+    num, R, W = pages_uRW.shape
+    units = LANES // num  # of a block
+    block, part = unit >> (units.bit_length() - 1), unit & (units - 1)
+    lane = lax.broadcasted_iota(jnp.int32, (R, LANES), 1)
+    place = lane - part * num
+    here = (place >= 0) & (place < num)
+    candidate = _is_candidate(block * LANES + lane, n)
+    products = pages_uRW.astype(jnp.float32) * q_RW
+    for head in range(W // head_dim):
+        of_head = products
+        if W > head_dim:
+            at = lax.broadcasted_iota(jnp.int32, products.shape, 2)
+            inside = (at >= head * head_dim) & (at < (head + 1) * head_dim)
+            of_head = jnp.where(inside, products, 0.0)
+        sums = jnp.sum(of_head, axis=-1, keepdims=True)
+        score = jnp.zeros((R, LANES), jnp.float32)
+        for i in range(num):
+            score = jnp.where(place == i, sums[i], score)
+        key = jnp.where(candidate, _ordered(score), LOWEST)
+        rows = slice(head * R, (head + 1) * R)
+        keys_ref[block, rows] = jnp.where(here, key, keys_ref[block, rows])
+
+
+def _ordered(score):
+    """int32 that compare as the float32 do; both zeros are equal."""
+    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
+    return bits ^ (lax.shift_right_arithmetic(bits, 31) & HIGHEST)
+
+
+def _count(keys_ref, thresholds, num_groups, group):
+    """Per threshold, how many keys of each head reach it: float32 [rows, 1]."""
+
+    def add(g, totals):
+        keys = keys_ref[pl.ds(g * group, group)]
+        reached = [jnp.where(keys >= t, 1.0, 0.0).sum(0) for t in thresholds]
+        return tuple(total + r for total, r in zip(totals, reached, strict=True))
+
+    zero = jnp.zeros(keys_ref.shape[1:], jnp.float32)
+    totals = lax.fori_loop(0, num_groups, add, (zero,) * len(thresholds))
+    return [t.sum(1, keepdims=True) for t in totals]
+
+
+def _threshold(keys_ref, k, num_groups, undecided, tuning):
+    """The k-th largest key of each head, and how many are above: int32 [rows, 1] both.
+
+    threshold = max {t: at least k keys are >= t}, found from its highest bits down. Nothing is
+    above it if k = 0, every candidate if all are to be taken.
+    """
+    rows, digit = keys_ref.shape[1], tuning.digit
+    wanted = k.astype(jnp.float32)
+
+    def add_digit(i, threshold):
+        shift = 32 - digit * (i + 1)
+        tries = [threshold + lax.shift_left(jnp.int32(m), shift) for m in range(1, 2**digit)]
+        counts = _count(keys_ref, tries, num_groups, tuning.group)
+        reached = sum(jnp.where(c >= wanted, 1, 0) for c in counts)
+        return threshold + lax.shift_left(reached, shift)
+
+    start = jnp.full((rows, 1), jnp.where(k == 0, HIGHEST, LOWEST), jnp.int32)
+    threshold = lax.fori_loop(0, jnp.where(undecided, 32 // digit, 0), add_digit, start)
+    # t + 1 overflows at k = 0 only, where nothing is to be counted.
+    (above,) = _count(keys_ref, [threshold + 1], num_groups, tuning.group)
+    return threshold, jnp.where(k == 0, 0, above.astype(jnp.int32))
+
+
+def _write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, group):
+    """Put the chosen pages of each head in a row; room: how many keys equal to the threshold."""
+    K, width = list_ref.shape[1:]
+    rows = keys_ref.shape[1]
+    before = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+    upper = (before <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)).astype(jnp.bfloat16)
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+
+    def some(g, carry):
+        equals, listed = carry
+        keys = keys_ref[pl.ds(g * group, group)]
+        page = _pages(g, group, rows)
+        equal = keys == threshold
+        rank, equals = _ranks(equal, upper, equals)
+        chosen = (keys > threshold) | (equal & (rank <= room))
+        chosen |= ((page == 0) | (page >= n - 2)) & (page < n)
+        rank, total = _ranks(chosen, upper, listed)
+        found = []
+        for i in range(group):
+            base = listed if i == 0 else rank[i - 1, :, LANES - 1 :]
+            end = rank[i, :, LANES - 1 :]
+            # Entries base .. base + 127 of the list, each in the lane where it will be stored.
+            entry = base + ((lane - base) & (LANES - 1))
+            at = _search(rank[i], entry)
+            ids = jnp.broadcast_to(ids_ref[0, pl.ds(g * group + i, 1)], (rows, LANES))
+            found.append((jnp.where(entry < end, entry, -1), _take(ids, at)))
+        for first in range(0, width, LANES):
+            old = list_ref[0, :, first : first + LANES]
+            for entry, ids in found:
+                here = (entry >= first) & (entry < first + LANES)
+                old = jnp.where(here[:K], ids[:K], old)
+            list_ref[0, :, first : first + LANES] = old
+        return equals, total
+
+    zero = jnp.zeros((rows, 1), jnp.int32)
+    lax.fori_loop(0, num_groups, some, (zero, zero))
+
+
+def _ranks(chosen, upper, before):
+    """Chosen pages up to and with each lane, after `before` earlier ones; and the new total.
+
+    A product of zeros and ones: exact in bfloat16 with sums in float32.
+    """
+    group, rows, _ = chosen.shape
+    ones = jnp.where(chosen, 1.0, 0.0).reshape(group * rows, LANES).astype(jnp.bfloat16)
+    rank = jnp.dot(ones, upper, preferred_element_type=jnp.float32)
+    rank = rank.reshape(chosen.shape).astype(jnp.int32)
+    out = []
+    for i in range(group):
+        out.append(rank[i] + before)
+        before = before + rank[i, :, LANES - 1 :]
+    return jnp.stack(out), before
+
+
+def _search(rank, entry):
+    """Lane of the page that is entry number `entry`: how many lanes have a rank <= entry."""
+    at = jnp.zeros(entry.shape, jnp.int32)
+    step = LANES // 2
+    while step:
+        at = jnp.where(_take(rank, at + (step - 1)) <= entry, at + step, at)
+        step //= 2
+    return at
+
+
+def _take(x, lanes):
+    """x at other lanes of the same row."""
+    return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")

@@ -1,0 +1,441 @@
+"""Decode attention over listed pages of the paged cache: output and log-sum-exp, on TPU.
+
+    out = softmax(q k^T / sqrt(H)) v        over the first `length` tokens of the listed pages
+    lse = log(sum(exp(q k^T / sqrt(H))))    query t sees the first min(start + t + 1, length)
+
+Grid (K, B), heads parallel, rows in sequence: one program owns one row and one KV head, with all
+its T x R queries. The pool stays in HBM. Pages are copied one by one into a ring of buffers, each a
+block of P pages (tuning.DecodeTuning), and a block is one step of the online softmax. While block i
+is multiplied, blocks i + 1 .. i + ring - 1 are in flight; past the end of a row these are the first
+blocks of the next one, so that only the first row of a head waits. A block that is full and wholly
+visible starts the copies and the products in one straight piece of code (hot), where the compiler
+runs them side by side; others (the last block of a row, or before a short one) start exactly the
+pages that exist and mask the rest, values too, since 0 x NaN is NaN (cold).
+
+On chip, per program: ring x P pages; q, output and state of at most 2 T R x 128 numbers; in SMEM
+the lists of this row and the next (two windows of 2 J ids); with page scales, two windows of the
+head's scales, 8 M bytes each. P = 32, ring 6, C = 16, H = 128, bfloat16: 1.6 MiB.
+
+A page of W = 128 lanes holds C H / W lines of keys, then as many of values. With H = 64 a line is
+two tokens, and the queries come twice, as [q, 0] for the even tokens and [0, q] for the odd ones:
+one product gives both, they are two softmaxes, and the end joins them.
+
+Numerics: products take bfloat16 if query and cache are that or narrower (float8 is exact in it),
+else float32 with HIGHEST; they sum in float32, as do softmax and state. Weights are rounded to the
+products' type for the second product; the denominator sums them unrounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.reference import NEG, page_shape
+from kernels_pallas.tuning import DecodeTuning, tune_decode
+
+LANES = 128
+MIN_LINES = 8  # sublanes: keys and values of a page must each fill them
+SCALED_PAGES = LANES // 2  # pages whose two scales fill one line
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Static sizes of one call."""
+
+    num_tokens: int  # T
+    group: int  # R
+    head_dim: int  # H
+    page: int  # C
+    num_pages: int  # M
+    num_heads: int  # K
+    block: int  # P, pages per block
+    ring: int  # buffers
+
+    @property
+    def fold(self) -> int:
+        """Tokens in a line."""
+        return LANES // self.head_dim
+
+    @property
+    def lines(self) -> int:
+        """Lines of keys in a page."""
+        return self.page // self.fold
+
+    @property
+    def block_tokens(self) -> int:
+        return self.block * self.page
+
+
+def sparse_decode(
+    q_BTNH,
+    kv_pages_LKM,
+    layer,
+    page_ids,
+    start_B,
+    length_B,
+    *,
+    page_scales_LKM=None,
+    tuning: DecodeTuning | None = None,
+    interpret=None,
+):
+    """As reference.sparse_decode: out_BTNH in q's type and lse_BTN in float32.
+
+    page_ids: [B, K, J] selected pages, or [B, P] the page table itself (dense decode; no list is
+    made). page_scales_LKM: float32 [L, K, M, 2], what the stored keys and values of each page are
+    multiplied by (None = 1). Head dims 64 and 128. interpret: None, or pltpu.InterpretParams.
+    """
+    B, T, N, H = q_BTNH.shape
+    L, K, M = kv_pages_LKM.shape[:3]
+    C = math.prod(kv_pages_LKM.shape[3:]) // (2 * H)
+    _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret)
+    tuning = tuning or tune_decode(kv_pages_LKM.dtype, H, C)
+    if tuning.num_buffers % 2:
+        raise ValueError(f"{tuning.num_buffers=}: expected an even number, two halves of a ring")
+    shape = _Shape(T, N // K, H, C, M, K, tuning.pages_per_block, tuning.num_buffers)
+    pool = kv_pages_LKM.reshape(L * K * M, *page_shape(C, H))
+    scales = []
+    if page_scales_LKM is not None:
+        scales = [_scale_lines(jnp.asarray(page_scales_LKM)[layer])]
+    lists = page_ids.reshape(B, -1, 1, page_ids.shape[-1])
+    operands = _pack_queries(q_BTNH, pool.dtype, shape), lists, scales, pool
+    call = _build(shape, operands, q_BTNH.dtype, interpret)
+    out, lse = call(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        jnp.asarray(start_B, jnp.int32),
+        jnp.asarray(length_B, jnp.int32),
+        *operands,
+    )
+    out = out[:, :, : T * shape.group].reshape(B, K, T, shape.group, H)
+    lse = lse[:, :, : T * shape.group].reshape(B, K, T, shape.group)
+    return out.swapaxes(1, 2).reshape(B, T, N, H), lse.swapaxes(1, 2).reshape(B, T, N)
+
+
+def _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret):
+    B, _, N, H = q_BTNH.shape
+    K = kv_pages_LKM.shape[1]
+    if H not in (64, 128):
+        raise ValueError(f"{H=}: expected a head dim of 64 or 128; use the reference for others")
+    if N % K:
+        raise ValueError(f"{N=}: expected a multiple of the {K} KV heads")
+    if page_ids.shape[:-1] not in ((B,), (B, K)):
+        raise ValueError(f"{page_ids.shape=}: expected [{B}, {K}, J] or [{B}, P]")
+    if page_scales_LKM is not None and page_scales_LKM.shape != (*kv_pages_LKM.shape[:3], 2):
+        raise ValueError(f"{page_scales_LKM.shape=}: expected {(*kv_pages_LKM.shape[:3], 2)}")
+    if not interpret and C * H % (MIN_LINES * LANES):
+        raise ValueError(f"{C=}: expected a multiple of {MIN_LINES * LANES // H} at head dim {H}")
+
+
+def _pack_queries(q_BTNH, cache_dtype, shape: _Shape):
+    """[B, K, fold X, W]: X = T R queries padded to sublanes, once per token of a line."""
+    B, T, N, H = q_BTNH.shape
+    if jnp.dtype(cache_dtype).itemsize > 1:
+        q_BTNH = q_BTNH.astype(jnp.promote_types(q_BTNH.dtype, cache_dtype))
+    q = q_BTNH.reshape(B, T, shape.num_heads, shape.group, H).swapaxes(1, 2)
+    q = q.reshape(B, shape.num_heads, T * shape.group, H)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % MIN_LINES), (0, 0)))
+    if shape.fold == 1:
+        return q
+    none = jnp.zeros_like(q)
+    return jnp.concatenate([jnp.concatenate([q, none], -1), jnp.concatenate([none, q], -1)], 2)
+
+
+def _scale_lines(scales_KM2):
+    """[K, ceil(M / 64), 128]: the two scales of 64 pages in a line."""
+    K, M, _ = scales_KM2.shape
+    padded = jnp.pad(scales_KM2, ((0, 0), (0, -M % SCALED_PAGES), (0, 0)))
+    return padded.reshape(K, -1, LANES)
+
+
+def _build(shape: _Shape, operands, out_dtype, interpret):
+    """The pallas_call for these shapes."""
+    q, ids, scales, pool = operands
+    B, K, rows, _ = q.shape
+    X = rows // shape.fold
+    listed = min(2, B)
+    dense, width = ids.shape[1] == 1 and K > 1, ids.shape[-1]
+
+    def lists(k, b, *_):
+        return jnp.minimum(b, B - listed), 0 if dense else k, 0, 0
+
+    def own(k, b, *_):
+        return b, k, 0, 0
+
+    window = tuple(map(pl.Element, (listed, 1, 1, width)))
+    return pl.pallas_call(
+        functools.partial(_kernel, shape=shape),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(K, B),
+            in_specs=[
+                pl.BlockSpec((1, 1, rows, LANES), own),
+                pl.BlockSpec(window, lists, memory_space=pltpu.SMEM),
+                [pl.BlockSpec((1, *s.shape[1:]), lambda k, b, *_: (k, 0, 0)) for s in scales],
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1, X, shape.head_dim), own),
+                pl.BlockSpec((1, 1, X, 1), own),
+            ],
+            scratch_shapes=[
+                [pltpu.VMEM((shape.ring // 2, shape.block, *pool.shape[1:]), pool.dtype)] * 2,
+                pltpu.SemaphoreType.DMA((shape.ring,)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((rows, 1), jnp.float32),
+                pltpu.VMEM((rows, 1), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                [pltpu.VMEM((shape.block, LANES), jnp.float32) for _ in scales],
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, X, shape.head_dim), out_dtype),
+            jax.ShapeDtypeStruct((B, K, X, 1), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,  # of every copy: starting them is what limits the rate
+        ),
+        interpret=interpret or False,
+        name="sparse_decode",
+    )
+
+
+def _kernel(
+    layer_ref,  # SMEM [1]
+    start_ref,  # SMEM [B]
+    length_ref,  # SMEM [B]
+    q_ref,  # VMEM [1, 1, fold X, W]
+    ids_ref,  # SMEM [2, 1, 1, J]: the lists of this row and of the next
+    scales_refs,  # [] or [VMEM [1, ceil(M / 64), W]]
+    pool_ref,  # HBM [L K M, E, W]
+    out_ref,  # VMEM [1, 1, X, H]
+    lse_ref,  # VMEM [1, 1, X, 1]
+    buf_refs,  # 2 x VMEM [ring / 2, P, E, W]: buffers 0, 2, .. and 1, 3, ..
+    sem_ref,  # DMA [ring]
+    ring_ref,  # SMEM [1]: buffer of the row's first block
+    m_ref,  # VMEM [fold X, 1]
+    denom_ref,  # VMEM [fold X, 1]
+    acc_ref,  # VMEM [fold X, W]
+    block_scales_refs,  # [] or [VMEM [P, W]]: scales of the block's pages in lanes 0 and 1
+    *,
+    shape: _Shape,
+):
+    k, b, num_rows = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    P, ring, ahead = shape.block, shape.ring, shape.ring - 1
+    first = (layer_ref[0] * shape.num_heads + k) * shape.num_pages
+    pool = pool_ref.at[pl.ds(first, shape.num_pages)]
+    start, length = start_ref[b], length_ref[b]
+    has_next = b + 1 < num_rows
+    last_list = ids_ref.shape[0] - 1
+    row = jnp.where(has_next, 0, last_list)
+    pages = _ceil_div(length, shape.page)
+    next_length = length_ref[jnp.where(has_next, b + 1, b)]
+    next_pages = jnp.where(has_next, _ceil_div(next_length, shape.page), 0)
+    blocks = _ceil_div(pages, P)
+
+    def source(v):
+        """Block v of this row, or v - blocks of the next: (its list, first entry, pages)."""
+        mine = v < blocks
+        first = jnp.where(mine, v, v - blocks) * P
+        count = jnp.clip(jnp.where(mine, pages, next_pages) - first, 0, P)
+        return jnp.where(mine, row, jnp.minimum(row + 1, last_list)), first, count
+
+    @pl.when(b == 0)
+    def _():
+        ring_ref[0] = 0
+
+    base = ring_ref[0]  # block v lies in buffer (base + v) % ring
+
+    def copy(page, slot, odd, j):
+        return _page_copy(pool.at[page], buf_refs, slot, odd, j, sem_ref)
+
+    def start_block(v, slot, odd):
+        listed, first, count = source(v)
+
+        @pl.loop(0, count)
+        def _(j):
+            copy(_page_id(ids_ref.at[listed, 0, 0], first + j), slot, odd, j).start()
+
+    @pl.loop(0, ring // 2)  # what the row before has not started: all, or what follows a short row
+    def _(pair):
+        for odd in (0, 1):
+            slot = 2 * pair + odd
+            v = lax.rem(slot + ring - base, ring)
+            missing = (v < ahead) & ((v >= blocks) | (b == 0))
+            pl.when(missing)(functools.partial(start_block, v, slot, odd))
+
+    m_ref[...] = jnp.full_like(m_ref, NEG)
+    denom_ref[...] = jnp.zeros_like(denom_ref)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+    state = m_ref, denom_ref, acc_ref
+    clear = lax.div(jnp.minimum(start + 1, length), shape.block_tokens)
+    limits = start, length
+
+    def attend(i, slot, odd, masked):
+        scales = None
+        if scales_refs:
+            count = jnp.minimum(pages - i * P, P)
+            ids = ids_ref.at[row, 0, 0]
+            scales = _block_scales(scales_refs[0], block_scales_refs[0], ids, i * P, count, shape)
+        buf_ref, seen = _buffer(buf_refs, slot, odd), limits if masked else None
+        _attend(i, q_ref[0, 0], buf_ref, state, seen, scales, shape)
+
+    def step(i, slot, odd):
+        after = lax.rem(slot + ahead, ring)
+        listed, first, count = source(i + ahead)
+        hot = (i < clear) & (count == P)
+
+        @pl.when(hot)
+        def _():
+            _wait(_buffer(buf_refs, slot, odd), sem_ref.at[slot])
+            ids = ids_ref.at[listed, 0, 0, pl.ds(first, P)]
+            for j in range(P):
+                copy(_page_id(ids, j), after, 1 - odd, j).start()
+            attend(i, slot, odd, False)
+
+        @pl.when(jnp.logical_not(hot))
+        def _():
+            start_block(i + ahead, after, 1 - odd)
+
+            @pl.loop(0, jnp.minimum(pages - i * P, P))
+            def _(j):
+                _wait(_buffer(buf_refs, slot, odd).at[j], sem_ref.at[slot])
+
+            attend(i, slot, odd, True)
+
+    @pl.loop(0, blocks)
+    def _(i):
+        slot = lax.rem(base + i, ring)
+        for odd in (0, 1):
+            pl.when(lax.rem(slot, 2) == odd)(functools.partial(step, i, slot, odd))
+
+    ring_ref[0] = lax.rem(base + blocks, ring)
+    _finish(state, out_ref, lse_ref, shape)
+
+
+def _ceil_div(a, b):
+    return lax.div(a + b - 1, b)
+
+
+def _page_id(ids_ref, j):
+    return ids_ref[j]
+
+
+def _buffer(buf_refs, slot, odd):
+    """Buffer `slot`, whose parity is known when this is traced: copies into one half of the ring
+    and products from the other are then independent for the compiler, and run side by side."""
+    return buf_refs[odd].at[lax.div(slot, 2)]
+
+
+def _page_copy(page_ref, buf_refs, slot, odd, j, sem_ref):
+    return pltpu.make_async_copy(page_ref, _buffer(buf_refs, slot, odd).at[j], sem_ref.at[slot])
+
+
+def _wait(buf_ref, sem_ref):
+    """Wait until as many bytes have come as buf_ref holds."""
+    pltpu.make_async_copy(buf_ref, buf_ref, sem_ref).wait()
+
+
+def _attend(i, q, buf_ref, state, limits, scales, shape: _Shape):
+    """Block i of the row's tokens joins the state. limits: None if all of it is visible.
+
+    q [fold X, W], buf_ref [P, E, W], scales: None or two rows [1, lines of the block].
+    """
+    m_ref, denom_ref, acc_ref = state
+    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = functools.partial(
+        lax.dot_general, preferred_element_type=jnp.float32, precision=exact
+    )
+    keys, values = (
+        buf_ref[:, x * shape.lines : (x + 1) * shape.lines, :].reshape(-1, LANES).astype(q.dtype)
+        for x in (0, 1)
+    )
+    if limits is not None:
+        start, length = limits
+        unread = length - i * shape.block_tokens <= _token(keys.shape, shape)
+        values = jnp.where(unread, 0, values)
+        if shape.fold > 1:  # a line may hold a token of the row and one past its end
+            keys = jnp.where(unread, 0, keys)
+    s = product(q, keys, (((1,), (1,)), ((), ()))) * shape.head_dim**-0.5
+    if scales is not None:
+        s = s * scales[0]
+    if limits is not None:
+        visible = _visible(i, s.shape, start, length, shape)
+        s = jnp.where(visible, s, NEG)
+    m = m_ref[...]
+    m_new = jnp.maximum(m, s.max(-1, keepdims=True))
+    p = jnp.exp(s - m_new)
+    if limits is not None:
+        p = jnp.where(visible, p, 0)
+    shrink = jnp.exp(m - m_new)
+    m_ref[...] = m_new
+    denom_ref[...] = denom_ref[...] * shrink + p.sum(-1, keepdims=True)
+    if scales is not None:
+        p = p * scales[1] if limits is None else jnp.where(visible, p * scales[1], 0)
+    more = product(p.astype(q.dtype), values, (((1,), (0,)), ((), ())))
+    acc_ref[...] = acc_ref[...] * shrink + more
+
+
+def _token(shape_lines, shape: _Shape):
+    """Index in the block of the token at each place of its keys, int32 [lines, W]."""
+    token = lax.broadcasted_iota(jnp.int32, shape_lines, 0) * shape.fold
+    if shape.fold > 1:
+        lane = lax.broadcasted_iota(jnp.int32, shape_lines, 1)
+        token += jnp.where(lane >= shape.head_dim, 1, 0)
+    return token
+
+
+def _visible(i, scores_shape, start, length, shape: _Shape):
+    """Which scores [fold X, lines of the block] count."""
+    rows = scores_shape[0]
+    x = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    token = i * shape.block_tokens
+    token += lax.broadcasted_iota(jnp.int32, scores_shape, 1) * shape.fold
+    if shape.fold > 1:
+        odd = x >= rows // 2
+        token += jnp.where(odd, 1, 0)
+        x = jnp.where(odd, x - rows // 2, x)
+    query = jnp.zeros_like(x)
+    for t in range(1, shape.num_tokens):
+        query += jnp.where(x >= t * shape.group, 1, 0)
+    return token < jnp.minimum(start + query + 1, length)
+
+
+def _block_scales(scales_ref, block_ref, ids_ref, first, count, shape: _Shape):
+    """Scales of keys and of values for each line of the block, two rows [1, P lines].
+
+    A page's two scales lie in one of the lines of scales_ref; they are turned to lanes 0 and 1 of
+    line j of block_ref and spread over the page's lines. Past `count` they are those of page 0.
+    """
+    for j in range(shape.block):
+        page = jnp.where(j < count, ids_ref[jnp.where(j < count, first + j, 0)], 0)
+        line = scales_ref[0, pl.ds(lax.div(page, SCALED_PAGES), 1), :]
+        turn = lax.rem(LANES - 2 * lax.rem(page, SCALED_PAGES), LANES)
+        block_ref[pl.ds(j, 1), :] = pltpu.roll(line, turn, 1)
+    spread = (shape.block, shape.block * shape.lines)
+    page = lax.broadcasted_iota(jnp.int32, spread, 0)
+    ahead = lax.broadcasted_iota(jnp.int32, spread, 1) - page * shape.lines
+    here = (ahead >= 0) & (ahead < shape.lines)
+    both = block_ref[...]
+    return [jnp.where(here, both[:, x : x + 1], 0).sum(0, keepdims=True) for x in (0, 1)]
+
+
+def _finish(state, out_ref, lse_ref, shape: _Shape):
+    """Divide by the denominator; with two tokens in a line, join the even and the odd half."""
+    m, denom, acc = (ref[...] for ref in state)
+    if shape.fold > 1:
+        X = m.shape[0] // 2
+        top = jnp.maximum(m[:X], m[X:])
+        even, odd = jnp.exp(m[:X] - top), jnp.exp(m[X:] - top)
+        acc = even * acc[:X] + odd * pltpu.roll(acc[X:], shape.head_dim, 1)
+        m, denom = top, even * denom[:X] + odd * denom[X:]
+    seen = denom > 0
+    denom = jnp.where(seen, denom, 1)
+    out_ref[0, 0] = (acc / denom)[:, : shape.head_dim].astype(out_ref.dtype)
+    lse_ref[0, 0] = jnp.where(seen, m + jnp.log(denom), -jnp.inf)

@@ -1,0 +1,97 @@
+"""Kernels on a mesh: each device works on its own rows and heads.
+
+XLA cannot split a Pallas call, so each operation runs under shard_map. Rows of a batch lie over
+data and fsdp, heads over tensor. The pool's pages lie over data and fsdp too: page ids are local to
+the devices that hold the row. The output head is gathered: it is whole on every device while used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas.ops import Ops
+
+ROWS = ("data", "fsdp")
+HEADS = "tensor"
+POOL = P(None, HEADS, ROWS)
+LANDMARKS = P(None, ROWS, HEADS, None)
+QUERIES = P(ROWS, None, HEADS, None)
+
+
+def shard_ops(ops: Ops, mesh: Mesh) -> Ops:
+    """The same operations for arrays that are placed on `mesh` as above."""
+    if mesh.size == 1:
+        return ops
+    head = (P(ROWS, None), P(None, None), P(ROWS))
+    specs: dict[str, tuple[tuple[P, ...], Any]] = {
+        "select_pages": (
+            (P(ROWS, HEADS, None), LANDMARKS, P(), P(ROWS, None), P(ROWS), P(ROWS)),
+            (P(ROWS, HEADS, None), P(ROWS)),
+        ),
+        "append_kv": (
+            (POOL, LANDMARKS, P(), QUERIES, QUERIES, P(ROWS, None), P(ROWS), P(ROWS)),
+            (POOL, LANDMARKS),
+        ),
+        "token_logprob": (head, (P(ROWS), P(ROWS))),
+        "acceptance_overlap": ((head[0], *head), (P(ROWS), P(ROWS))),
+    }
+    wrapped = {name: _wrap(getattr(ops, name), mesh, *s) for name, s in specs.items()}
+    return dataclasses.replace(
+        ops,
+        name=f"{ops.name}, on {mesh.size} devices",
+        sparse_decode=_decode(ops.sparse_decode, mesh),
+        flash_prefill=_prefill(ops.flash_prefill, mesh),
+        **wrapped,
+    )
+
+
+def _map(f: Callable[..., Any], mesh: Mesh, inputs, outputs) -> Callable[..., Any]:
+    return jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def _wrap(f, mesh, inputs, outputs):
+    """f(*arrays, **static) under shard_map; temperature travels as an array."""
+
+    def g(*arrays, temperature=None, **static):
+        if temperature is None:
+            return _map(lambda *a: f(*a, **static), mesh, inputs, outputs)(*arrays)
+        with_temperature = lambda t, *a: f(*a, temperature=t, **static)  # noqa: E731
+        return _map(with_temperature, mesh, (P(), *inputs), outputs)(temperature, *arrays)
+
+    return g
+
+
+def _decode(f, mesh):
+    """page_ids is [B, P] (dense) or [B, K, J] (selected pages, by head)."""
+
+    def g(q, kv, layer, page_ids, start_B, length_B, **static):
+        ids = P(ROWS, None) if page_ids.ndim == 2 else P(ROWS, HEADS, None)
+        inputs = (QUERIES, POOL, P(), ids, P(ROWS), P(ROWS))
+        outputs = (QUERIES, P(ROWS, None, HEADS))
+        return _map(lambda *a: f(*a, **static), mesh, inputs, outputs)(
+            q, kv, layer, page_ids, start_B, length_B
+        )
+
+    return g
+
+
+def _prefill(f, mesh):
+    """Replay's budgets are the same everywhere, prompt lengths go with the rows."""
+
+    def g(q, k, v, *, budget_T=None, prompt_len_B=None, **static):
+        if budget_T is None:
+            return _map(lambda *a: f(*a, **static), mesh, (QUERIES,) * 3, QUERIES)(q, k, v)
+
+        def replay(q, k, v, budget_T, prompt_len_B):
+            return f(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, **static)
+
+        inputs = (QUERIES, QUERIES, QUERIES, P(None), P(ROWS))
+        return _map(replay, mesh, inputs, QUERIES)(q, k, v, budget_T, prompt_len_B)
+
+    return g

@@ -1,0 +1,174 @@
+"""Whole programs, compiled for four TPU generations: python -m sparrow_jax.tpu_programs
+
+A prefill chunk, a sparse decode step and a learner step of Qwen3 1.7B and 8B in bfloat16, sharded
+over the smallest topology of each generation that holds them. Needs libtpu, not a TPU. What it
+shows is that they compile and fit; it says nothing about time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from common.config import LearnerConfig, ModelConfig
+from kernels_pallas import aot
+from kernels_pallas.ops import kernels
+from kernels_pallas.reference import page_shape
+from kernels_pallas.tpu_compile import line
+from sparrow_jax import learner, sharding
+from sparrow_jax.model import Decoder
+from sparrow_jax.sharded_ops import LANDMARKS, POOL, ROWS, shard_ops
+
+QWEN3 = {
+    "1.7B": ModelConfig(
+        vocab_size=151_936, num_layers=28, hidden_size=2048, intermediate_size=6144,
+        num_heads=16, num_kv_heads=8, head_dim=128, rope_theta=1e6, tie_embeddings=True,
+    ),
+    "8B": ModelConfig(
+        vocab_size=151_936, num_layers=36, hidden_size=4096, intermediate_size=12288,
+        num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=1e6, tie_embeddings=False,
+    ),
+}  # fmt: skip
+AXES = ("data", "fsdp", "tensor")
+ROLLOUT = {
+    ("v5e", "1.7B"): ("v5e:2x2", (1, 1, 4)),
+    ("v5e", "8B"): ("v5e:2x4", (1, 1, 8)),
+    ("v5p", "1.7B"): ("v5p:2x2x1", (1, 1, 4)),
+    ("v5p", "8B"): ("v5p:2x2x1", (1, 1, 4)),
+    ("v6e", "1.7B"): ("v6e:2x2", (1, 1, 4)),
+    ("v6e", "8B"): ("v6e:2x2", (1, 1, 4)),
+    ("tpu7x", "1.7B"): ("tpu7x:2x2x1", (1, 2, 4)),
+    ("tpu7x", "8B"): ("tpu7x:2x2x1", (1, 2, 4)),
+}
+"""Topology and mesh (data, fsdp, tensor) of the rollout programs."""
+TRAINING = {
+    ("v5e", "1.7B"): ("v5e:2x4", (1, 8, 1)),
+    ("v5p", "1.7B"): ("v5p:2x2x1", (1, 4, 1)),
+    ("v6e", "1.7B"): ("v6e:2x2", (1, 4, 1)),
+    ("tpu7x", "1.7B"): ("tpu7x:2x2x1", (1, 8, 1)),
+    ("v5p", "8B"): ("v5p:2x2x2", (1, 8, 1)),
+}
+"""Topology and mesh of the learner step."""
+ROWS_DECODED, CONTEXT, PAGE, SELECTED, CHUNK = 8, 32_768, 16, 256, 512
+ROWS_TRAINED, TOKENS_TRAINED = 8, 4096
+
+
+def _params(graph, state, mesh, dtype):
+    """Abstract weights, placed by PARTITION."""
+
+    def place(path, x):
+        where = sharding.PARTITION[sharding._name(path)]
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, where))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def rollout_programs(name: str, mesh) -> Iterator[tuple[str, Any, list[Any], tuple[int, ...]]]:
+    """(name, function, abstract arguments, donated) of prefill and decode of one model."""
+    g = QWEN3[name]
+    ops = shard_ops(kernels(), mesh)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(g, ops=ops)))
+    array = lambda s, d, *where: aot.spec(s, d, (mesh, *where))  # noqa: E731
+    params = _params(graph, state, mesh, jnp.bfloat16)
+    B, pages = ROWS_DECODED, CONTEXT // PAGE
+    pool = (g.num_layers, g.num_kv_heads, (B + 1) * pages, *page_shape(PAGE, g.head_dim))
+    cache = (
+        array(pool, jnp.bfloat16, *POOL),
+        array((g.num_layers, pool[2], pool[1], g.head_dim), jnp.bfloat16, *LANDMARKS),
+    )
+    row, table = array((B,), jnp.int32, ROWS), array((B, pages), jnp.int32, ROWS)
+
+    def extend(cache, params, tokens, start, new, table, k_B=None):
+        budget = {} if k_B is None else {"k_B": k_B, "max_selected": SELECTED, "num_dense": 2}
+        model = nnx.merge(graph, params)
+        return model.extend(cache, tokens, start, new, table, dtype=jnp.bfloat16, **budget)
+
+    chunk, token = array((B, CHUNK), jnp.int32, ROWS), array((B, 1), jnp.int32, ROWS)
+    yield f"prefill {CHUNK} ({name})", extend, [cache, params, chunk, row, row, table], (0,)
+    yield f"decode, dense ({name})", extend, [cache, params, token, row, row, table], (0,)
+    yield f"decode, sparse ({name})", extend, [cache, params, token, row, row, table, row], (0,)
+
+
+def learner_program(name: str, mesh) -> tuple[str, Any, list[Any], tuple[int, ...]]:
+    """Gradient of a micro-batch and the optimizer step, float32 master weights."""
+    g = QWEN3[name]
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(g, ops=shard_ops(kernels(), mesh))))
+    params = _params(graph, state, mesh, jnp.float32)
+    optimizer = learner.make_optimizer(LearnerConfig())
+    abstract = jax.eval_shape(optimizer.init, params)
+    everywhere = NamedSharding(mesh, P())
+    shardings = {x.shape: x.sharding for x in jax.tree.leaves(params)}
+    moments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=shardings.get(x.shape, everywhere)
+        ),
+        abstract,
+    )
+    shape = (ROWS_TRAINED, TOKENS_TRAINED)
+    kinds = dict.fromkeys(learner.FIELDS, jnp.float32) | {"tokens_BT": jnp.int32}
+    batch = {name: aot.spec(shape, kind, (mesh, ROWS)) for name, kind in kinds.items()} | {
+        "loss_mask_BT": aot.spec(shape, jnp.bool_, (mesh, ROWS))
+    }
+
+    def step(params, moments, batch):
+        grads = jax.tree.map(jnp.zeros_like, params)
+        grads, sums = learner._accumulate(
+            params, grads, batch, (0.2, 0.28, 0.0), True, jnp.float32(1.0),
+            graph=graph, dtype=jnp.dtype("bfloat16"), remat=True,
+        )  # fmt: skip
+        updates, moments = optimizer.update(grads, moments, params)
+        return jax.tree.map(jnp.add, params, updates), moments, sums["loss"]
+
+    label = f"learner, {ROWS_TRAINED} x {TOKENS_TRAINED} ({name})"
+    return label, step, [params, moments, batch], (0, 1)
+
+
+def compile_all(chips: Sequence[str], models: Sequence[str], *, say=print) -> list[aot.Compiled]:
+    """Compile the programs; `aot.prepare` has to come first."""
+    rows = []
+    for chip in chips:
+        for model in models:
+            topology, shape = ROLLOUT[chip, model]
+            programs = [
+                (topology, p) for p in rollout_programs(model, aot.mesh(topology, shape, AXES))
+            ]
+            if (chip, model) in TRAINING:
+                topology, shape = TRAINING[chip, model]
+                program = learner_program(model, aot.mesh(topology, shape, AXES))
+                programs.append((topology, program))
+            for topology, (name, f, args, donate) in programs:
+                row = aot.compile_program(chip, f"{name} on {topology}", f, args, donate=donate)
+                say(line(row))
+                rows.append(row)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it as JSON with --out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", default=",".join(aot.CHIPS), help="default: %(default)s")
+    parser.add_argument("--models", default=",".join(QWEN3), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    arguments = parser.parse_args(argv)
+    aot.prepare()
+    rows = compile_all(arguments.chips.split(","), arguments.models.split(","))
+    if arguments.out:
+        arguments.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
+    refused = [r for r in rows if r.error]
+    print(f"{len(rows) - len(refused)} of {len(rows)} programs compile")
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
