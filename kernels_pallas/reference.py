@@ -49,15 +49,16 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
     """
     _, M, K, H = landmarks_LMKH.shape
     B, P = page_table_BP.shape
-    rows = landmarks_LMKH.reshape(-1, K * H)
-    q_BKH = q_BNH.reshape(B, K, -1, H).astype(jnp.float32).mean(2)
+    rows = landmarks_LMKH.reshape(-1, H)
+    q_XH = q_BNH.reshape(B * K, -1, H).astype(jnp.float32).mean(1)
 
-    def score(b):
-        landmarks_PKH = rows.at[page_table_BP[b] + layer * M].get(mode="promise_in_bounds")
-        landmarks_PKH = landmarks_PKH.reshape(P, K, H).astype(jnp.float32)
-        return jnp.einsum("kh,pkh->kp", q_BKH[b], landmarks_PKH)
+    def score(i):
+        ids_P = (page_table_BP[i // K] + layer * M) * K + i % K
+        landmarks_PH = rows.at[ids_P].get(mode="promise_in_bounds")
+        return landmarks_PH.astype(jnp.float32) @ q_XH[i]
 
-    scores_BKP = lax.map(score, jnp.arange(B), batch_size=_rows_per_step(P * K * H * 4))
+    scores_XP = lax.map(score, jnp.arange(B * K), batch_size=_rows_per_step(P * H * 4))
+    scores_BKP = scores_XP.reshape(B, K, P)
     logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
     used = jnp.arange(max_selected) < count_B[:, None, None]
     physical = jnp.take_along_axis(page_table_BP[:, None], jnp.minimum(logical_BKJ, P - 1), -1)

@@ -88,13 +88,30 @@ def select_pages(
 
     tuning = tuning._replace(group=min(tuning.group, pl.cdiv(P, LANES)))
     padded = pl.cdiv(P, tuning.group * LANES) * tuning.group * LANES
-    blocks, width = padded // LANES, pl.cdiv(max_selected, LANES) * LANES
     table_BP = _prepare_table(page_table_BP, num_pages_B, padded)
+    width = pl.cdiv(max_selected, LANES) * LANES
+    page_ids_BKJ = _call(B, K, H, width, padded, landmarks_LMRW, tuning, interpret)(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        num_pages_B,
+        jnp.minimum(taken_B, room),
+        table_BP.reshape(B, 1, padded),
+        table_BP.reshape(B, padded // LANES, LANES),
+        q_BRW,
+        landmarks_LMRW,
+    )
+    page_ids_BKJ = page_ids_BKJ.reshape(B, W // H, R, width).swapaxes(1, 2).reshape(B, K, width)
+    return page_ids_BKJ[:, :, :max_selected], taken_B + jnp.minimum(num_pages_B, NUM_RESERVED)
+
+
+def _call(B, K, H, width, padded, landmarks_LMRW, tuning, interpret):
+    """The kernel for these shapes: (layer, pages, k, table twice, queries, landmarks) -> list."""
+    _, _, R, W = landmarks_LMRW.shape
+    blocks = padded // LANES
 
     def row(*shape, space=pltpu.VMEM):
         return pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0), memory_space=space)
 
-    page_ids_BKJ = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_kernel, tuning=tuning, head_dim=H),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -118,17 +135,7 @@ def select_pages(
         ),
         interpret=False if interpret is None else interpret,
         name="select_pages",
-    )(
-        jnp.asarray(layer, jnp.int32).reshape(1),
-        num_pages_B,
-        jnp.minimum(taken_B, room),
-        table_BP.reshape(B, 1, padded),
-        table_BP.reshape(B, blocks, LANES),
-        q_BRW,
-        landmarks_LMRW,
     )
-    page_ids_BKJ = page_ids_BKJ.reshape(B, W // H, R, width).swapaxes(1, 2).reshape(B, K, width)
-    return page_ids_BKJ[:, :, :max_selected], taken_B + jnp.minimum(num_pages_B, NUM_RESERVED)
 
 
 def _rows_of_lanes(landmarks_LMKH, head_dim):

@@ -104,9 +104,9 @@ def same_buffer(group):
     return 0
 
 
-def read_if_begun(lo, hi, C):
-    """Tokens after the new ones are not kept."""
-    return (lo < hi) & (lo > 0)
+def read_unless_completed(lo, hi, C):
+    """The old tokens of a page that the new ones complete are not kept."""
+    return (lo < hi) & (hi < C)
 
 
 def completes_early(hi, C):
@@ -131,7 +131,7 @@ def mean_of_values(page, H, lanes, right=module._mean_key):
 
 FAULTS = [
     ("_wait_read", no_wait), ("_wait_write", no_wait), ("_slot", same_buffer),
-    ("_is_partial", read_if_begun), ("_completes", completes_early),
+    ("_is_partial", read_unless_completed), ("_completes", completes_early),
     ("_completes", never_completes), ("_items", next_page), ("_merge", one_token_less),
     ("_mean_key", mean_of_values),
 ]  # fmt: skip

@@ -27,12 +27,17 @@ def compile_rows(module, *flags, folder):
     return json.loads(out.read_text())
 
 
+# Minutes of compilation: `make tpu-compile` and `pytest -m slow` run it, `make test` does not.
+compiles = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     rows = compile_rows("kernels_pallas.tpu_compile", folder=tmp_path_factory.mktemp("kernels"))
     return {(r["chip"], r["name"]): r for r in rows}
 
 
+@compiles
 def test_every_kernel_compiles_for_every_generation(kernels):
     names = {name for _, name in kernels}
     assert len(names) == 4 * len(SHAPES) + 2 * 6
@@ -40,6 +45,7 @@ def test_every_kernel_compiles_for_every_generation(kernels):
     assert not [r for r in kernels.values() if r["error"]]
 
 
+@compiles
 def test_on_chip_memory_fits_and_nothing_spills_in_decode(kernels):
     for (chip, name), r in kernels.items():
         assert 0 < r["vmem"] <= VMEM_LIMIT, (chip, name, r)
@@ -48,6 +54,7 @@ def test_on_chip_memory_fits_and_nothing_spills_in_decode(kernels):
             assert r["spills"] == 0, (chip, name, r)
 
 
+@compiles
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_the_pool_is_written_in_place_and_never_copied(kernels, shape):
     size = 2 if shape.dtype.__name__ == "bfloat16" else 4
