@@ -21,6 +21,7 @@ from kernels_pallas import (
 )
 
 CHOICES = ("auto", "kernel", "reference")
+HEAD_DIMS = (64, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,18 @@ def kernels(interpret=None) -> Ops:
     return Ops(name, *(functools.partial(f, interpret=interpret) for f in functions))
 
 
-def resolve(attention: str, platform: str) -> Ops:
-    """auto: kernels on TPU, references elsewhere. ValueError for kernels that cannot run here."""
+def resolve(attention: str, platform: str, *, head_dim: int, num_devices: int = 1) -> Ops:
+    """auto: kernels where they can run, references elsewhere; kernel: ValueError if they cannot.
+
+    They need a TPU, heads of 64 or 128, and for now one device (sparrow_jax/sharded_ops.py is
+    compiled for meshes, but no backend is built with it yet).
+    """
     if attention not in CHOICES:
         raise ValueError(f"{attention=}: expected one of {', '.join(CHOICES)}")
-    if attention == "kernel" and platform != "tpu":
+    fits = platform == "tpu" and head_dim in HEAD_DIMS and num_devices == 1
+    if attention == "kernel" and not fits:
         raise ValueError(
-            f"attention='kernel' on {platform}: Pallas kernels need a TPU; set reference or auto"
+            f"attention='kernel' with {platform=}, {head_dim=}, {num_devices=}: kernels need "
+            f"one TPU device and heads of {' or '.join(map(str, HEAD_DIMS))}; set reference or auto"
         )
-    return kernels() if platform == "tpu" and attention != "reference" else REFERENCE
+    return kernels() if fits and attention != "reference" else REFERENCE

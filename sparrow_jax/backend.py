@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from flax import nnx
 
 from common.config import Config, ModelConfig
 from common.protocols import Backend
-from kernels_pallas.ops import resolve
+from kernels_pallas.ops import Ops, resolve
 from sparrow_jax import hf
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
@@ -61,7 +62,6 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
 
 def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:
     """Geometry, graph and float32 weights: from the HF directory, or drawn from model.init_seed."""
-    ops = resolve(config.attention, jax.devices()[0].platform)
     if config.model.path:
         geometry, params = hf.load(Path(config.model.path))
         if geometry.vocab_size < vocab_size:
@@ -69,13 +69,24 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
                 f"model.path={config.model.path!r} has {geometry.vocab_size} tokens, "
                 f"the task needs {vocab_size}"
             )
+        ops = _ops(config, geometry)
         graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, ops=ops)))
         return geometry, graph, params
     size = max(vocab_size, config.model.vocab_size)
     geometry = dataclasses.replace(config.model, vocab_size=size)
     rng = np.random.default_rng(config.model.init_seed)
-    graph, params = nnx.split(Decoder(geometry, rng, ops=ops))
+    graph, params = nnx.split(Decoder(geometry, rng, ops=_ops(config, geometry)))
     return geometry, graph, params
+
+
+def _ops(config: Config, geometry: ModelConfig) -> Ops:
+    """Kernels or references for this device, model and mesh."""
+    return resolve(
+        config.attention,
+        jax.devices()[0].platform,
+        head_dim=geometry.head_dim,
+        num_devices=math.prod(config.learner.mesh),
+    )
 
 
 def compute_dtype(name: str):

@@ -74,9 +74,17 @@ def test_log_probs_and_gradient_of_a_model_with_kernels():
 
 
 def test_the_choice_is_made_once_and_refused_where_it_cannot_run():
-    assert resolve("auto", "cpu") is resolve("reference", "tpu") is REFERENCE
-    assert resolve("auto", "tpu") is resolve("kernel", "tpu") is kernels()
-    with pytest.raises(ValueError, match="kernels need a TPU; set reference or auto"):
+    for head_dim in (64, 128):
+        assert resolve("auto", "tpu", head_dim=head_dim) is kernels()
+        assert resolve("kernel", "tpu", head_dim=head_dim) is kernels()
+        assert resolve("reference", "tpu", head_dim=head_dim) is REFERENCE
+    assert resolve("auto", "cpu", head_dim=64) is REFERENCE
+    assert resolve("auto", "tpu", head_dim=32) is REFERENCE
+    assert resolve("auto", "tpu", head_dim=64, num_devices=4) is REFERENCE
+    for wrong in ({"head_dim": 32}, {"head_dim": 64, "num_devices": 4}):
+        with pytest.raises(ValueError, match="one TPU device and heads of 64 or 128"):
+            resolve("kernel", "tpu", **wrong)
+    with pytest.raises(ValueError, match="platform='cpu'.*set reference or auto"):
         backend.build(Config(model=G, attention="kernel"), vocab_size=40, stop_ids=[39])
     with pytest.raises(ValueError, match="attention='triton'"):
-        resolve("triton", "cpu")
+        resolve("triton", "cpu", head_dim=64)
