@@ -181,7 +181,7 @@ def test_a_step_goes_along_the_gradient_over_the_denominator():
     grad_logp = jnp.asarray(grpo.policy_loss_grad(*arrays, **options), jnp.float32)
     (grads,) = jax.vjp(lambda p: _logp(p, m.tokens_BT, np.float32(0.7)), weights())[1](grad_logp)
     learner = plain(make())
-    report = learner.update(TrainBatch(minibatches=[[m]], denominators=[50.0]))
+    report = learner.update(TrainBatch(minibatches=[[m]], denominators=[50.0], stats={}))
     want = jax.tree.map(lambda w, g: w - RATE * g / 50, weights(), grads)
     for a, b in zip(leaves(learner), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -198,7 +198,7 @@ def test_report_is_the_mean_over_all_loss_tokens():
     )
     first = dataclasses.replace(m, weight_BT=m.weight_BT * 0)
     tokens = float(m.loss_mask_BT.sum())
-    batch = TrainBatch(minibatches=[[first], [m]], denominators=[3.0, tokens])
+    batch = TrainBatch(minibatches=[[first], [m]], denominators=[3.0, tokens], stats={})
     report = learner.update(batch)
     num_clipped = want.num_clipped_low + want.num_clipped_high
     assert report["grpo/loss"] == pytest.approx(want.loss_sum / (tokens + 3), rel=1e-5)
