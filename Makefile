@@ -43,7 +43,7 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 # --- jobs -----------------------------------------------------------------------------------------
 
 # Every line goes on where it was stopped. The two runs share the machine, one core each.
-demo: $(VENV)/.base ## the whole method on this machine, about 10 minutes on 2 cores
+demo: $(VENV)/.base ## the whole method on this machine, about 11 minutes on 2 cores
 	$(SPARROW) warmup --config=$(CONFIG) --run=$(DEMO)/warmup
 	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
 	$(SPARROW) schedule --config=$(CONFIG) --profile=$(DEMO)/profile.json --out=$(DEMO)/schedule.json

@@ -7,12 +7,14 @@ is a measurement on hardware.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +31,22 @@ CHIPS = {
 }
 """Smallest topology of each generation that libtpu describes; kernels use one chip of it."""
 
-_BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(LB|LH)?[A-Z ]*:\s*(>*) +(\{\})?")
+_BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+([A-Z ]*):\s*(>*) +(\{\})?")
 _VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
-_TO_SMEM = re.compile(r"dma\.hbm_to_smem .*?size_in_granules=\*/(\d+)")
+_TO_SMEM = re.compile(r"dma\.(?:hbm|vmem)_to_smem .*?size_in_granules=\*/(\d+)")
 GRANULE_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One program on one generation. Sizes in bytes per chip; bundles of the largest inner loop.
+    """One program on one generation; sizes in bytes per chip.
 
-    vmem: the most that any kernel of the program holds. smem: scalars that are copied in before it
-    starts. hbm_temporaries: what XLA allocates beside arguments and results; aliased: arguments
-    that results are written into. bundles and spills are None where no schedule was dumped.
+    vmem: the most that XLA sets aside for any kernel of the program: what it needs, but on TPU7x,
+    and where a kernel names a limit, that limit. smem: scalars copied in for the call and for one
+    program of the grid. hbm_temporaries: what XLA allocates beside arguments and results; aliased:
+    arguments that results are written into. bundles: code of the largest loop within the grid's;
+    straight: the longest stretch without a branch in such a loop. smem, bundles, straight and
+    spills are None where no schedule was dumped.
     """
 
     chip: str
@@ -53,6 +58,7 @@ class Compiled:
     aliased: int
     smem: int | None = None
     bundles: int | None = None
+    straight: int | None = None
     spills: int | None = None
     error: str = ""
 
@@ -81,6 +87,11 @@ def prepare(dump: Path | None = None) -> None:
 def devices(topology: str):
     """The devices of a topology, e.g. "v5e:2x2"."""
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def device_kind(chip: str) -> str:
+    """Jax's name of a generation, e.g. "TPU v5 lite"."""
+    return devices(CHIPS[chip])[0].device_kind
 
 
 def one_chip(chip: str):
@@ -121,13 +132,15 @@ def compile_program(
         zero = dict.fromkeys(("vmem", "hbm_arguments", "hbm_temporaries", "aliased"), 0)
         return Compiled(chip=chip, name=name, seconds=seconds, error=text, **zero)
     seconds = time.perf_counter() - start
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    schedule = _schedule(sorted(set(dump.iterdir()) - before)) if dump else {}
+    memory = compiled.memory_analysis()
+    kernels = [row for row in compiled.as_text().splitlines() if "tpu_custom_call" in row]
+    names = {re.match(r"\s*(?:ROOT )?%(\S+) = ", row)[1] for row in kernels}
+    schedule = _schedule(set(dump.iterdir()) - before, names) if dump else {}
     return Compiled(
         chip=chip,
         name=name,
         seconds=seconds,
-        vmem=max((int(size) for size in _VMEM.findall(text)), default=0),
+        vmem=max((int(size) for row in kernels for size in _VMEM.findall(row)), default=0),
         hbm_arguments=memory.argument_size_in_bytes,
         hbm_temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
@@ -135,44 +148,77 @@ def compile_program(
     )
 
 
-def _schedule(files: Sequence[Path]) -> dict[str, int]:
-    """Bundles of the largest innermost loop, spills, and scalars copied in, over all kernels."""
-    out = {"bundles": 0, "spills": 0, "smem": 0}
+def _schedule(files: Iterable[Path], names: set[str]) -> dict[str, int]:
+    """Bundles, spills, and scalars copied in, over all kernels of a program."""
+    out = {"bundles": 0, "straight": 0, "spills": 0, "smem": 0}
     for file in files:
-        # XLA's own fusions are dumped too; those of kernels bear the name of the pallas_call.
-        if not file.name.endswith("-final_bundles.txt") or "schedule" in file.name:
+        # Named id-kernel-number-stage.txt; XLA's own fusions are dumped too.
+        found = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", file.name)
+        if not found or found[1] not in names:
             continue
         text = file.read_text(errors="replace")
-        if "tpu_custom_call" not in text and "dma.hbm_to_vmem" not in text:
-            continue
-        out["bundles"] = max(out["bundles"], inner_loop_bundles(text))
+        for name, bundles in zip(("bundles", "straight"), loop_bundles(text), strict=True):
+            out[name] = max(out[name], bundles)
         out["spills"] += len(re.findall(r"\bvst \[vmem:\[#allocation\d+_spill", text))
         granules = sum(int(n) for n in _TO_SMEM.findall(text))
         out["smem"] = max(out["smem"], granules * GRANULE_BYTES)
     return out
 
 
-def inner_loop_bundles(text: str) -> int:
-    """VLIW bundles of the largest loop of the greatest depth in a dumped schedule.
+def loop_bundles(text: str) -> tuple[int, int]:
+    """VLIW bundles of the largest loop within the grid's, and of its longest branchless stretch.
 
     A line of the dump is one bundle: address, marks of control flow, ':' and one '>' per loop that
-    it stands in; 'LB' marks the first bundle of a loop's body.
+    it stands in; 'LB' marks the first bundle of a loop's body, any mark one that is jumped to. The
+    grid's own loop is the first.
     """
-    loops: list[tuple[int, int]] = []  # (depth, bundles) of finished loops
-    open_loops: list[list[int]] = []  # [depth, bundles]
+    largest = longest = bundles = stretch = inside = 0
     for line in text.splitlines():
         found = _BUNDLE.match(line)
         if not found:
             continue
-        depth = len(found[2])
-        if found[3] and open_loops:  # an empty bundle bears no marks: it belongs where it stands
-            depth = open_loops[-1][0]
-        while open_loops and open_loops[-1][0] > depth:
-            loops.append(tuple(open_loops.pop()))
-        if found[1] and depth and not (open_loops and open_loops[-1][0] == depth):
-            open_loops.append([depth, 0])
-        for loop in open_loops:
-            loop[1] += 1
-    loops += [tuple(loop) for loop in open_loops]
-    deepest = max((depth for depth, _ in loops), default=0)
-    return max((count for depth, count in loops if depth == deepest), default=0)
+        mark = found[1].strip()
+        if not found[3]:  # an empty bundle bears no loop: it belongs where it stands
+            inside = len(found[2]) >= 2
+            bundles = 0 if "LB" in mark and len(found[2]) <= 2 else bundles
+        bundles = bundles + 1 if inside else 0
+        stretch = (0 if mark else stretch) + 1 if inside else 0
+        largest, longest = max(largest, bundles), max(longest, stretch)
+    return largest, longest
+
+
+def line(r: Compiled) -> str:
+    """One row of the table, for the terminal."""
+    if r.error:
+        return f"{r.chip:6} {r.name:42} REFUSED after {r.seconds:.1f} s: {r.error}"
+    mib = 2.0**-20
+    schedule = ""
+    if r.bundles is not None:
+        schedule = f"  {r.bundles:5} bundles ({r.straight})  {r.spills} spills"
+    smem = "" if r.smem is None else f"  SMEM {r.smem / 1024:5.0f} KiB"
+    hbm = f"HBM {r.hbm_arguments * mib:8.0f} + {r.hbm_temporaries * mib:7.2f} MiB"
+    return (
+        f"{r.chip:6} {r.name:42} VMEM {r.vmem * mib:5.2f} MiB{smem}  {hbm}  "
+        f"in place {r.aliased * mib:8.0f}{schedule}  {r.seconds:.1f} s"
+    )
+
+
+def command(doc: str, compile_all: Callable[[list[str], str], list[Compiled]], argv=None) -> int:
+    """Command line of the modules that compile; exit status 1 if anything is refused.
+
+    compile_all(chips, only): compile and print the programs whose names `only` is found in.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--chips", default=",".join(CHIPS), help="default: %(default)s")
+    parser.add_argument("--only", default="", help="regular expression: only matching programs")
+    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    arguments = parser.parse_args(argv)
+    chips = arguments.chips.split(",")
+    if unknown := set(chips) - set(CHIPS):
+        parser.error(f"--chips: {', '.join(sorted(unknown))}: expected some of {', '.join(CHIPS)}")
+    rows = compile_all(chips, arguments.only)
+    if arguments.out:
+        arguments.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
+    refused = [r for r in rows if r.error]
+    print(f"{len(rows) - len(refused)} of {len(rows)} programs compile")
+    return 1 if refused else 0

@@ -34,20 +34,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import reference
+from kernels_pallas.tuning import LANES, tune_prefill
 
 NEG = reference.NEG
-LANES = 128
-ROWS = 1024
 BITS = 32
 HIGHEST = lax.Precision.HIGHEST
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
-
-
-class Tuning(NamedTuple):
-    """Tokens in a block of queries and in a block of keys; multiples of 128."""
-
-    queries: int
-    keys: int
 
 
 class _Spec(NamedTuple):
@@ -58,13 +50,6 @@ class _Spec(NamedTuple):
     keys: int
     page: int
     interpret: Any
-
-
-def default_tuning(num_tokens: int, ratio: int) -> Tuning:
-    """About 1,024 rows of at most 512 queries, and 512 keys: from bytes, not from measurement."""
-    queries = max(LANES, ROWS // ratio // LANES * LANES)
-    whole = max(LANES, 1 << (num_tokens - 1).bit_length())
-    return Tuning(min(512, queries, whole), min(512, whole))
 
 
 def flash_prefill(
@@ -88,7 +73,7 @@ def _prepare(q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interp
     """Arguments of _attend: q [G, R, T, H], k and v [G, S, H], words or None, and the spec."""
     T, N = q_BTNH.shape[1:3]
     K = k_BTKH.shape[2]
-    tuning = tuning or default_tuning(T, N // K)
+    tuning = tuning or tune_prefill(T, N // K)
     spec = _Spec(N // K, *tuning, 0 if budget_T is None else page, interpret)
     _check(q_BTNH, k_BTKH, v_BTKH, spec)
     words = None
@@ -142,7 +127,7 @@ def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, chunk, spec):
     chunk = min(chunk, padded)
     firsts = jnp.arange(0, padded, chunk)
     q = jnp.pad(q_BTNH, ((0, 0), (0, len(firsts) * chunk - T), (0, 0), (0, 0)))
-    landmarks_BKPH = reference._page_means(k_BTKH, page).swapaxes(1, 2)
+    landmarks_BKPH = reference.page_means(k_BTKH, page).swapaxes(1, 2)
     num_words = -(-T // spec.keys) * (spec.keys // _span(spec))
 
     def choose(first):

@@ -49,11 +49,14 @@ REFERENCE = Ops(
 
 
 @functools.cache
-def kernels(interpret=None) -> Ops:
-    """The Pallas kernels; interpret: pltpu.InterpretParams to run them without a TPU, slowly."""
+def kernels(interpret=None, chip: str | None = None) -> Ops:
+    """The Pallas kernels; interpret: pltpu.InterpretParams to run them without a TPU, slowly.
+
+    chip: jax's device_kind to choose block sizes for, where it is not that of the default device.
+    """
     functions = (
         select_pages.select_pages,
-        sparse_decode.sparse_decode,
+        functools.partial(sparse_decode.sparse_decode, chip=chip),
         append_kv.append_kv,
         flash_prefill.flash_prefill,
         token_logprob.token_logprob,

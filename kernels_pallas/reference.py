@@ -4,8 +4,9 @@ Cache layout (shared with the kernels): `kv_pages_LKM` holds, for layer L, KV he
 page M, one contiguous block of 2 x C x H numbers: C keys (x = 0), then C values (x = 1). The last
 axes of the array only say how a block is stored (page_shape): for a TPU in rows of 128 lanes. Page
 0 is the null page: writes of padding go there, and nothing reads it. `landmarks_LMKH` is the mean
-of the C keys of a page, all heads side by side, written when the page completes. A sequence owns
-the physical pages `page_table_BP[b]`; its token t lives in page t // C at offset t % C.
+of the C keys of a page, all heads side by side (landmark_shape), written when the page completes. A
+sequence owns the physical pages `page_table_BP[b]`; its token t lives in page t // C at offset
+t % C.
 
 Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
 read, and of the others the k whose landmark has the largest dot product with the mean query of the
@@ -13,6 +14,8 @@ head's group. See common/oracles.py for the same rules in float64.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,16 @@ def page_shape(page_size: int, head_dim: int) -> tuple[int, int]:
     return numbers // lanes, lanes
 
 
+def landmark_shape(num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Rows and lanes of a page's landmarks, all heads: [K, H], or whole rows of 128 lanes.
+
+    XLA would copy the landmarks of heads of 64 into another layout for every kernel.
+    """
+    numbers = num_kv_heads * head_dim
+    whole = 128 % head_dim == 0 and numbers % 128 == 0
+    return (numbers // 128, 128) if whole else (num_kv_heads, head_dim)
+
+
 def logical_pages(kv_pages_LKM, head_dim: int):
     """The pool as [L, K, M, 2, C, H], however its pages are stored."""
     return kv_pages_LKM.reshape(*kv_pages_LKM.shape[:3], 2, -1, head_dim)
@@ -47,8 +60,9 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
     go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
     = the tail page) and count_B = min(k + 3, num_pages).
     """
-    _, M, K, H = landmarks_LMKH.shape
-    B, P = page_table_BP.shape
+    B, _, H = q_BNH.shape
+    M, K = landmarks_LMKH.shape[1], math.prod(landmarks_LMKH.shape[2:]) // H
+    P = page_table_BP.shape[1]
     rows = landmarks_LMKH.reshape(-1, H)
     q_XH = q_BNH.reshape(B * K, -1, H).astype(jnp.float32).mean(1)
 
@@ -168,15 +182,15 @@ def append_kv(
 ):
     """Write T new tokens per row at positions start .. start + num_new - 1, in place under jit.
 
-    Tokens past num_new_B go to the null page. A page whose last token is among the new ones gets
-    its landmark: the float32 mean of its C keys, in the cache's type.
+    Tokens past num_new_B, or past the page table, go to the null page. A page whose last token is
+    among the new ones gets its landmark: the float32 mean of its C keys, in the cache's type.
     """
     B, T, K, H = k_BTKH.shape
     kv_pages_LKMxCH = logical_pages(kv_pages_LKM, H)
     C = kv_pages_LKMxCH.shape[4]
     P = page_table_BP.shape[1]
     position_BT = start_B[:, None] + jnp.arange(T)
-    valid_BT = jnp.arange(T) < num_new_B[:, None]
+    valid_BT = (jnp.arange(T) < num_new_B[:, None]) & (position_BT < P * C)
     logical = jnp.minimum(position_BT // C, P - 1)
     page_BT = jnp.where(valid_BT, jnp.take_along_axis(page_table_BP, logical, 1), 0)
     kv_BTKxH = jnp.stack([k_BTKH, v_BTKH], 3).astype(kv_pages_LKMxCH.dtype)
@@ -186,12 +200,13 @@ def append_kv(
     page_BQ = start_B[:, None] // C + jnp.arange(touched)
     last_BQ = (page_BQ + 1) * C
     end_B = start_B + num_new_B
-    complete = (last_BQ > start_B[:, None]) & (last_BQ <= end_B[:, None])
+    complete = (last_BQ > start_B[:, None]) & (last_BQ <= end_B[:, None]) & (page_BQ < P)
     page_BQ = jnp.take_along_axis(page_table_BP, jnp.minimum(page_BQ, P - 1), 1)
     page_BQ = jnp.where(complete, page_BQ, 0)
     keys_BQKCH = kv_pages_LKMxCH[layer, :, page_BQ, 0]
     mean_BQKH = keys_BQKCH.astype(jnp.float32).mean(3).astype(landmarks_LMKH.dtype)
-    landmarks_LMKH = landmarks_LMKH.at[layer, page_BQ].set(mean_BQKH)
+    mean = mean_BQKH.reshape(*page_BQ.shape, *landmarks_LMKH.shape[2:])
+    landmarks_LMKH = landmarks_LMKH.at[layer, page_BQ].set(mean)
     return kv_pages_LKMxCH.reshape(kv_pages_LKM.shape), landmarks_LMKH
 
 
@@ -211,7 +226,7 @@ def flash_prefill(
     replay = None
     if budget_T is not None:
         budget_T, prompt_len_B = jnp.asarray(budget_T), jnp.asarray(prompt_len_B)
-        replay = (_page_means(k_BTKH, page).swapaxes(1, 2), budget_T, prompt_len_B, page)
+        replay = (page_means(k_BTKH, page).swapaxes(1, 2), budget_T, prompt_len_B, page)
     length = -(-T // (SEGMENTS * page)) * page
     out = []
     for start in range(0, T, length):
@@ -266,7 +281,7 @@ def _replay_mask(q_BKRtH, pos_t, num_keys, landmarks_BKPH, budget_T, prompt_len_
     return jnp.repeat(pages, page, -1)[..., :num_keys]
 
 
-def _page_means(k_BTKH, page):
+def page_means(k_BTKH, page):
     """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
     B, T, K, H = k_BTKH.shape
     keys = jnp.pad(k_BTKH, ((0, 0), (0, -T % page), (0, 0), (0, 0))).reshape(B, -1, page, K, H)

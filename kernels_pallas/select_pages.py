@@ -6,12 +6,13 @@
 
 Grid (B,): one program owns one row with all its KV heads (heads are sublanes, pages lanes) and does
 
-1. gather and score: landmarks come from HBM page by page, one DMA of K x H numbers each, `unit`
-   pages a step, ring - 1 units in flight. There is no branch per page, so that starting the DMAs of
-   a later unit (scalar slots) and scoring this one (vector slots) share bundles. A page is
-   multiplied by the mean query and summed along its lanes on the VPU: float32 products without
-   splitting the query for the MXU. Only the first n - 2 pages (to a multiple of `unit`) are
-   fetched, and none at all if k = 0 or every page is chosen.
+1. gather and score: landmarks come from HBM, `unit` pages a step, ring - 1 units in flight. Where
+   the pages of a unit follow one another in the pool, as pages taken together do, that is one DMA;
+   else one per page, of K x H numbers. Only the first n - 2 pages (to a multiple of `unit`) are
+   fetched, and none at all if k = 0 or every page is chosen. One product on the MXU, queries by the
+   rows of all pages and heads, gives every head's score with every head's landmarks; a gather along
+   lanes keeps those of its own. The product is one of float32: against bfloat16 landmarks the query
+   is split into three bfloat16 parts, which are it exactly, side by side in the same pass.
 2. threshold: the k-th largest score as an order-preserving int32, `digit` bits at a time from the
    top, by counting (no sort exists in a kernel); equal scores then fill up from the lowest page.
 3. list: ranks by a triangular matrix product per 128 pages; entry j of a head is the page whose
@@ -22,14 +23,13 @@ Heads of fewer than 128 numbers lie side by side in rows of 128 lanes ([L, M, K 
 stored form, which XLA keeps as it is; it would transpose [L, M, K, 64] and copy the pool).
 
 On-chip bytes per program, P = pages padded to 512, 8 x 128 bfloat16 in brackets for P = 2,560: VMEM
-ring unit K H landmarks (1 MiB), 4 max(K, 8) P keys (80 KiB) and twice 4 P ids, 4 K H queries, 4 K J
-list (44 KiB); SMEM 2 x 4 P, the table of this and the next row (20 KiB), and 8 B + 4.
+ring unit K H landmarks (1 MiB), 4 max(K, 8) P keys (80 KiB) and twice 4 P ids, queries and 4 K J
+list (44 KiB); SMEM 2 x 4 P, the table of this and the next row (20 KiB), 8 P / unit and 8 B + 4.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +37,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-NUM_RESERVED = 3
-LANES, SUBLANES = 128, 8
+from kernels_pallas.reference import NUM_RESERVED
+from kernels_pallas.tuning import LANES, SUBLANES, tune_select
+
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-
-
-class Tuning(NamedTuple):
-    """Sizes that change the speed and not the result.
-
-    unit: pages fetched and scored in a step, a divisor of 128. ring: buffers of one unit, a power
-    of 2; all but one are in flight while that one is scored. group: blocks of 128 pages handled
-    together after the gather, the grain of a row's length. digit: bits of the threshold found per
-    pass over the scores by 2**digit - 1 counts, a divisor of 32.
-    """
-
-    unit: int = 32
-    ring: int = 16
-    group: int = 4
-    digit: int = 2
 
 
 def select_pages(
@@ -71,60 +57,60 @@ def select_pages(
 ):
     """Physical pages that each (sequence, KV head) reads; see reference.select_pages.
 
-    landmarks_LMKH: as in the reference, or as stored. tuning: a Tuning. interpret: None = compile
-    for a TPU; a pltpu.InterpretParams runs it on a CPU.
+    landmarks_LMKH: as in the reference, or as stored. tuning: a SelectTuning. interpret: None =
+    compile for a TPU; a pltpu.InterpretParams runs it on a CPU.
     """
-    tuning = tuning or Tuning()
     B, N, H = q_BNH.shape
     P = page_table_BP.shape[1]
     landmarks_LMRW = _rows_of_lanes(landmarks_LMKH, H)
-    _, _, R, W = landmarks_LMRW.shape
+    _, M, R, W = landmarks_LMRW.shape
     K = R * W // H
+    tuning = tuning or tune_select(P, R)
     _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected, tuning)
-    q_BRW = q_BNH.reshape(B, K, -1, H).astype(jnp.float32).mean(2).reshape(B, R, W)
+    q_BKH = q_BNH.reshape(B, K, -1, H).astype(jnp.float32).mean(2)
     num_pages_B = jnp.asarray(num_pages_B, jnp.int32)
     taken_B = jnp.clip(k_B, 0, jnp.maximum(num_pages_B - NUM_RESERVED, 0)).astype(jnp.int32)
     room = max(max_selected - NUM_RESERVED, 0)
 
-    tuning = tuning._replace(group=min(tuning.group, pl.cdiv(P, LANES)))
     padded = pl.cdiv(P, tuning.group * LANES) * tuning.group * LANES
     table_BP = _prepare_table(page_table_BP, num_pages_B, padded)
     width = pl.cdiv(max_selected, LANES) * LANES
-    page_ids_BKJ = _call(B, K, H, width, padded, landmarks_LMRW, tuning, interpret)(
+    queries = _pack_queries(q_BKH, landmarks_LMRW.dtype, W)
+    page_ids_BKJ = _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret)(
         jnp.asarray(layer, jnp.int32).reshape(1),
         num_pages_B,
         jnp.minimum(taken_B, room),
         table_BP.reshape(B, 1, padded),
+        _runs(table_BP, num_pages_B, tuning.unit, M)[:, None],
         table_BP.reshape(B, padded // LANES, LANES),
-        q_BRW,
+        queries,
         landmarks_LMRW,
     )
-    page_ids_BKJ = page_ids_BKJ.reshape(B, W // H, R, width).swapaxes(1, 2).reshape(B, K, width)
     return page_ids_BKJ[:, :, :max_selected], taken_B + jnp.minimum(num_pages_B, NUM_RESERVED)
 
 
-def _call(B, K, H, width, padded, landmarks_LMRW, tuning, interpret):
-    """The kernel for these shapes: (layer, pages, k, table twice, queries, landmarks) -> list."""
-    _, _, R, W = landmarks_LMRW.shape
-    blocks = padded // LANES
+def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret):
+    """The kernel: (layer, pages, k, table, runs, table, queries, landmarks) -> list."""
+    B, blocks = queries.shape[0], padded // LANES
 
     def row(*shape, space=pltpu.VMEM):
         return pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0), memory_space=space)
 
     return pl.pallas_call(
-        functools.partial(_kernel, tuning=tuning, head_dim=H),
+        functools.partial(_kernel, tuning=tuning),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(B,),
             in_specs=[
                 row(1, padded, space=pltpu.SMEM),
+                row(1, padded // tuning.unit, space=pltpu.SMEM),
                 row(blocks, LANES),
-                row(R, W),
+                row(*queries.shape[1:]),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=row(K, width),
             scratch_shapes=[
-                pltpu.VMEM((tuning.ring, tuning.unit, R, W), landmarks_LMRW.dtype),
+                pltpu.VMEM((tuning.ring, tuning.unit, *landmarks_LMRW.shape[2:]), queries.dtype),
                 pltpu.VMEM((blocks, max(K, SUBLANES), LANES), jnp.int32),
                 pltpu.SemaphoreType.DMA((tuning.ring,)),
             ],
@@ -136,6 +122,26 @@ def _call(B, K, H, width, padded, landmarks_LMRW, tuning, interpret):
         interpret=False if interpret is None else interpret,
         name="select_pages",
     )
+
+
+def _pack_queries(q_BKH, dtype, width):
+    """[B, parts x max(K, 8), W]: query of head h in the lanes of its landmarks; float32 in parts.
+
+    Three bfloat16 numbers sum to a float32 exactly. reduce_precision: unlike a pair of casts, XLA
+    never takes it for a needless detour.
+    """
+    B, K, H = q_BKH.shape
+    heads = width // H
+    own = jnp.arange(K)[:, None] % heads == jnp.arange(heads)
+    q = jnp.where(own[:, :, None], q_BKH[:, :, None], 0).reshape(B, K, width)
+    q = jnp.pad(q, ((0, 0), (0, max(SUBLANES - K, 0)), (0, 0)))
+    if dtype != jnp.bfloat16:
+        return q.astype(jnp.promote_types(dtype, jnp.float32))
+    parts = []
+    for _ in range(3):
+        parts.append(lax.reduce_precision(q, 8, 7))
+        q = q - parts[-1]
+    return jnp.concatenate(parts, 1).astype(dtype)
 
 
 def _rows_of_lanes(landmarks_LMKH, head_dim):
@@ -176,13 +182,28 @@ def _prepare_table(page_table_BP, num_pages_B, padded):
     return jnp.pad(table_BP, ((0, 0), (0, padded - table_BP.shape[1])), mode="edge")
 
 
+def _runs(table_BP, num_pages_B, unit, num_physical):
+    """First page of each unit whose pages follow one another in the pool, else -1: [B, units].
+
+    Pages past the row's last need not: any page may be read in their place that exists.
+    """
+    B, P = table_BP.shape
+    table_BUu = table_BP.reshape(B, -1, unit)
+    first_BU = table_BUu[:, :, 0]
+    follows = table_BUu == first_BU[..., None] + jnp.arange(unit)
+    unused = (jnp.arange(P) >= num_pages_B[:, None]).reshape(table_BUu.shape)
+    whole_BU = (follows | unused).all(-1) & (first_BU + unit <= num_physical)
+    return jnp.where(whole_BU, first_BU, -1)
+
+
 def _kernel(
     layer_ref,  # [1] int32, SMEM
     num_pages_ref,  # [B] int32, SMEM
     k_ref,  # [B] int32, SMEM: pages to take of the candidates
     table_ref,  # [1, 1, P] int32, SMEM
+    runs_ref,  # [1, 1, P / unit] int32, SMEM: _runs
     ids_ref,  # [1, P / 128, 128] int32, VMEM: the table again
-    q_ref,  # [1, R, W] float32, VMEM: mean queries
+    q_ref,  # [1, parts x max(K, 8), W], VMEM: mean queries, from _pack_queries
     landmarks_ref,  # [L, M, R, W], HBM
     list_ref,  # [1, K, J] int32, VMEM
     buffer_ref,  # [ring, unit, R, W], VMEM
@@ -190,9 +211,7 @@ def _kernel(
     sem,  # [ring] DMA semaphores, one per buffer
     *,
     tuning,
-    head_dim,
 ):
-    """R rows of W lanes hold W / H heads each: head r W / H + i is number i R + r in here."""
     b, group = pl.program_id(0), tuning.group
     n, k = num_pages_ref[b], k_ref[b]
     num_groups = pl.cdiv(n, group * LANES)
@@ -206,7 +225,8 @@ def _kernel(
         return 0
 
     lax.fori_loop(0, num_groups, clear, 0)
-    fetch = functools.partial(_fetch, landmarks_ref.at[layer_ref[0]], table_ref, buffer_ref, sem)
+    landmarks = landmarks_ref.at[layer_ref[0]]
+    fetch = functools.partial(_fetch, landmarks, table_ref, runs_ref, buffer_ref, sem)
 
     def first(unit, _):
         fetch(unit)
@@ -217,7 +237,7 @@ def _kernel(
         pages = buffer_ref[_slot(unit, tuning.ring)]  # loads are not moved across DMAs: before them
         if more:
             fetch(unit + tuning.ring - 1)
-        _score(unit, n, pages, q_ref[0], keys_ref, head_dim)
+        _score(unit, n, pages, q_ref[0], keys_ref, list_ref.shape[1])
         return 0
 
     ahead = jnp.minimum(num_units, tuning.ring - 1)
@@ -244,12 +264,20 @@ def _slot(unit, ring):
     return unit & (ring - 1)
 
 
-def _fetch(landmarks_MRW, table_ref, buffer_ref, sem, unit):
+def _fetch(landmarks_MRW, table_ref, runs_ref, buffer_ref, sem, unit):
     ring, pages = buffer_ref.shape[:2]
-    slot = _slot(unit, ring)
-    for i in range(pages):
-        page = landmarks_MRW.at[table_ref[0, 0, unit * pages + i]]
-        pltpu.make_async_copy(page, buffer_ref.at[slot, i], sem.at[slot]).start()
+    slot, first = _slot(unit, ring), runs_ref[0, 0, unit]
+
+    @pl.when(first >= 0)
+    def _():
+        run = landmarks_MRW.at[pl.ds(first, pages)]
+        pltpu.make_async_copy(run, buffer_ref.at[slot], sem.at[slot]).start()
+
+    @pl.when(first < 0)
+    def _():
+        for i in range(pages):
+            page = landmarks_MRW.at[table_ref[0, 0, unit * pages + i]]
+            pltpu.make_async_copy(page, buffer_ref.at[slot, i], sem.at[slot]).start()
 
 
 def _wait(unit, buffer_ref, sem):
@@ -258,29 +286,36 @@ def _wait(unit, buffer_ref, sem):
     pltpu.make_async_copy(buffer_ref.at[slot], buffer_ref.at[slot], sem.at[slot]).wait()
 
 
-def _score(unit, n, pages_uRW, q_RW, keys_ref, head_dim):
-    """Page i of the unit is summed along H, and its key put into the lane of the page."""
+def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads):
+    """The keys of a unit, each put into the lane of its page."""
     num, R, W = pages_uRW.shape
+    rows = keys_ref.shape[1]
+    exact = lax.Precision.HIGHEST if q_QW.dtype == jnp.float32 else None
+    products = lax.dot_general(
+        q_QW, pages_uRW.reshape(num * R, W), (((1,), (1,)), ((), ())),
+        precision=exact, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    parts = [products[first : first + rows] for first in range(0, len(q_QW), rows)]
+    scores = sum(parts[-2::-1], parts[-1])  # [rows, pages x R], the smallest part first
     units = LANES // num  # of a block
     block, part = unit >> (units.bit_length() - 1), unit & (units - 1)
-    lane = lax.broadcasted_iota(jnp.int32, (R, LANES), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     place = lane - part * num
-    here = (place >= 0) & (place < num)
-    candidate = _is_candidate(block * LANES + lane, n)
-    products = pages_uRW.astype(jnp.float32) * q_RW
-    for head in range(W // head_dim):
-        of_head = products
-        if W > head_dim:
-            at = lax.broadcasted_iota(jnp.int32, products.shape, 2)
-            inside = (at >= head * head_dim) & (at < (head + 1) * head_dim)
-            of_head = jnp.where(inside, products, 0.0)
-        sums = jnp.sum(of_head, axis=-1, keepdims=True)
-        score = jnp.zeros((R, LANES), jnp.float32)
-        for i in range(num):
-            score = jnp.where(place == i, sums[i], score)
-        key = jnp.where(candidate, _ordered(score), LOWEST)
-        rows = slice(head * R, (head + 1) * R)
-        keys_ref[block, rows] = jnp.where(here, key, keys_ref[block, rows])
+    row = lax.div(lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) * R, num_heads)
+    score = _take_from(scores, place * R + row)
+    key = jnp.where(_is_candidate(block * LANES + lane, n), _ordered(score), LOWEST)
+    keys_ref[block] = jnp.where((place >= 0) & (place < num), key, keys_ref[block])
+
+
+def _take_from(x, at):
+    """x[r, at[r, l]] of a wide x, by rows of 128 lanes; anything where `at` is outside."""
+    out = jnp.zeros(at.shape, x.dtype)
+    for first in range(0, x.shape[1], LANES):
+        piece = x[:, first : first + LANES]
+        piece = jnp.pad(piece, ((0, 0), (0, LANES - piece.shape[1])))
+        here = (at >= first) & (at < first + LANES)
+        out = jnp.where(here, _take(piece, at & (LANES - 1)), out)
+    return out
 
 
 def _ordered(score):

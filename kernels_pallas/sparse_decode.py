@@ -27,7 +27,6 @@ products' type for the second product; the denominator sums them unrounded.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -37,40 +36,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import decode_block
+from kernels_pallas.decode_block import SCALED_PAGES, DecodeShape
 from kernels_pallas.reference import NEG, page_shape
-from kernels_pallas.tuning import DecodeTuning, tune_decode
+from kernels_pallas.tuning import LANES, DecodeTuning, tune_decode
 
-LANES = 128
 MIN_LINES = 8  # sublanes: keys and values of a page must each fill them
-SCALED_PAGES = LANES // 2  # pages whose two scales fill one line
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """Static sizes of one call."""
-
-    num_tokens: int  # T
-    group: int  # R
-    head_dim: int  # H
-    page: int  # C
-    num_pages: int  # M
-    num_heads: int  # K
-    block: int  # P, pages per block
-    ring: int  # buffers
-
-    @property
-    def fold(self) -> int:
-        """Tokens in a line."""
-        return LANES // self.head_dim
-
-    @property
-    def lines(self) -> int:
-        """Lines of keys in a page."""
-        return self.page // self.fold
-
-    @property
-    def block_tokens(self) -> int:
-        return self.block * self.page
 
 
 def sparse_decode(
@@ -83,22 +54,24 @@ def sparse_decode(
     *,
     page_scales_LKM=None,
     tuning: DecodeTuning | None = None,
+    chip: str | None = None,
     interpret=None,
 ):
     """As reference.sparse_decode: out_BTNH in q's type and lse_BTN in float32.
 
     page_ids: [B, K, J] selected pages, or [B, P] the page table itself (dense decode; no list is
     made). page_scales_LKM: float32 [L, K, M, 2], what the stored keys and values of each page are
-    multiplied by (None = 1). Head dims 64 and 128. interpret: None, or pltpu.InterpretParams.
+    multiplied by (None = 1). Head dims 64 and 128. chip: whose tuning to use, where it is not the
+    default device. interpret: None, or pltpu.InterpretParams.
     """
     B, T, N, H = q_BTNH.shape
     L, K, M = kv_pages_LKM.shape[:3]
     C = math.prod(kv_pages_LKM.shape[3:]) // (2 * H)
     _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret)
-    tuning = tuning or tune_decode(kv_pages_LKM.dtype, H, C)
+    tuning = tuning or tune_decode(kv_pages_LKM.dtype, H, C, chip)
     if tuning.num_buffers % 2:
         raise ValueError(f"{tuning.num_buffers=}: expected an even number, two halves of a ring")
-    shape = _Shape(T, N // K, H, C, M, K, tuning.pages_per_block, tuning.num_buffers)
+    shape = DecodeShape(T, N // K, H, C, M, K, tuning.pages_per_block, tuning.num_buffers)
     pool = kv_pages_LKM.reshape(L * K * M, *page_shape(C, H))
     scales = []
     if page_scales_LKM is not None:
@@ -132,7 +105,7 @@ def _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret):
         raise ValueError(f"{C=}: expected a multiple of {MIN_LINES * LANES // H} at head dim {H}")
 
 
-def _pack_queries(q_BTNH, cache_dtype, shape: _Shape):
+def _pack_queries(q_BTNH, cache_dtype, shape: DecodeShape):
     """[B, K, fold X, W]: X = T R queries padded to sublanes, once per token of a line."""
     B, T, N, H = q_BTNH.shape
     if jnp.dtype(cache_dtype).itemsize > 1:
@@ -153,7 +126,7 @@ def _scale_lines(scales_KM2):
     return padded.reshape(K, -1, LANES)
 
 
-def _build(shape: _Shape, operands, out_dtype, interpret):
+def _build(shape: DecodeShape, operands, out_dtype, interpret):
     """The pallas_call for these shapes."""
     q, ids, scales, pool = operands
     B, K, rows, _ = q.shape
@@ -224,7 +197,7 @@ def _kernel(
     acc_ref,  # VMEM [fold X, W]
     block_scales_refs,  # [] or [VMEM [P, W]]: scales of the block's pages in lanes 0 and 1
     *,
-    shape: _Shape,
+    shape: DecodeShape,
 ):
     k, b, num_rows = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     P, ring, ahead = shape.block, shape.ring, shape.ring - 1
@@ -282,9 +255,11 @@ def _kernel(
         if scales_refs:
             count = jnp.minimum(pages - i * P, P)
             ids = ids_ref.at[row, 0, 0]
-            scales = _block_scales(scales_refs[0], block_scales_refs[0], ids, i * P, count, shape)
+            scales = decode_block.block_scales(
+                scales_refs[0], block_scales_refs[0], ids, i * P, count, shape
+            )
         buf_ref, seen = _buffer(buf_refs, slot, odd), limits if masked else None
-        _attend(i, q_ref[0, 0], buf_ref, state, seen, scales, shape)
+        decode_block.attend(i, q_ref[0, 0], buf_ref, state, seen, scales, shape)
 
     def step(i, slot, odd):
         after = lax.rem(slot + ahead, ring)
@@ -316,7 +291,7 @@ def _kernel(
             pl.when(lax.rem(slot, 2) == odd)(functools.partial(step, i, slot, odd))
 
     ring_ref[0] = lax.rem(base + blocks, ring)
-    _finish(state, out_ref, lse_ref, shape)
+    decode_block.finish(state, out_ref, lse_ref, shape)
 
 
 def _ceil_div(a, b):
@@ -340,102 +315,3 @@ def _page_copy(page_ref, buf_refs, slot, odd, j, sem_ref):
 def _wait(buf_ref, sem_ref):
     """Wait until as many bytes have come as buf_ref holds."""
     pltpu.make_async_copy(buf_ref, buf_ref, sem_ref).wait()
-
-
-def _attend(i, q, buf_ref, state, limits, scales, shape: _Shape):
-    """Block i of the row's tokens joins the state. limits: None if all of it is visible.
-
-    q [fold X, W], buf_ref [P, E, W], scales: None or two rows [1, lines of the block].
-    """
-    m_ref, denom_ref, acc_ref = state
-    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    product = functools.partial(
-        lax.dot_general, preferred_element_type=jnp.float32, precision=exact
-    )
-    keys, values = (
-        buf_ref[:, x * shape.lines : (x + 1) * shape.lines, :].reshape(-1, LANES).astype(q.dtype)
-        for x in (0, 1)
-    )
-    if limits is not None:
-        start, length = limits
-        unread = length - i * shape.block_tokens <= _token(keys.shape, shape)
-        values = jnp.where(unread, 0, values)
-        if shape.fold > 1:  # a line may hold a token of the row and one past its end
-            keys = jnp.where(unread, 0, keys)
-    s = product(q, keys, (((1,), (1,)), ((), ()))) * shape.head_dim**-0.5
-    if scales is not None:
-        s = s * scales[0]
-    if limits is not None:
-        visible = _visible(i, s.shape, start, length, shape)
-        s = jnp.where(visible, s, NEG)
-    m = m_ref[...]
-    m_new = jnp.maximum(m, s.max(-1, keepdims=True))
-    p = jnp.exp(s - m_new)
-    if limits is not None:
-        p = jnp.where(visible, p, 0)
-    shrink = jnp.exp(m - m_new)
-    m_ref[...] = m_new
-    denom_ref[...] = denom_ref[...] * shrink + p.sum(-1, keepdims=True)
-    if scales is not None:
-        p = p * scales[1] if limits is None else jnp.where(visible, p * scales[1], 0)
-    more = product(p.astype(q.dtype), values, (((1,), (0,)), ((), ())))
-    acc_ref[...] = acc_ref[...] * shrink + more
-
-
-def _token(shape_lines, shape: _Shape):
-    """Index in the block of the token at each place of its keys, int32 [lines, W]."""
-    token = lax.broadcasted_iota(jnp.int32, shape_lines, 0) * shape.fold
-    if shape.fold > 1:
-        lane = lax.broadcasted_iota(jnp.int32, shape_lines, 1)
-        token += jnp.where(lane >= shape.head_dim, 1, 0)
-    return token
-
-
-def _visible(i, scores_shape, start, length, shape: _Shape):
-    """Which scores [fold X, lines of the block] count."""
-    rows = scores_shape[0]
-    x = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-    token = i * shape.block_tokens
-    token += lax.broadcasted_iota(jnp.int32, scores_shape, 1) * shape.fold
-    if shape.fold > 1:
-        odd = x >= rows // 2
-        token += jnp.where(odd, 1, 0)
-        x = jnp.where(odd, x - rows // 2, x)
-    query = jnp.zeros_like(x)
-    for t in range(1, shape.num_tokens):
-        query += jnp.where(x >= t * shape.group, 1, 0)
-    return token < jnp.minimum(start + query + 1, length)
-
-
-def _block_scales(scales_ref, block_ref, ids_ref, first, count, shape: _Shape):
-    """Scales of keys and of values for each line of the block, two rows [1, P lines].
-
-    A page's two scales lie in one of the lines of scales_ref; they are turned to lanes 0 and 1 of
-    line j of block_ref and spread over the page's lines. Past `count` they are those of page 0.
-    """
-    for j in range(shape.block):
-        page = jnp.where(j < count, ids_ref[jnp.where(j < count, first + j, 0)], 0)
-        line = scales_ref[0, pl.ds(lax.div(page, SCALED_PAGES), 1), :]
-        turn = lax.rem(LANES - 2 * lax.rem(page, SCALED_PAGES), LANES)
-        block_ref[pl.ds(j, 1), :] = pltpu.roll(line, turn, 1)
-    spread = (shape.block, shape.block * shape.lines)
-    page = lax.broadcasted_iota(jnp.int32, spread, 0)
-    ahead = lax.broadcasted_iota(jnp.int32, spread, 1) - page * shape.lines
-    here = (ahead >= 0) & (ahead < shape.lines)
-    both = block_ref[...]
-    return [jnp.where(here, both[:, x : x + 1], 0).sum(0, keepdims=True) for x in (0, 1)]
-
-
-def _finish(state, out_ref, lse_ref, shape: _Shape):
-    """Divide by the denominator; with two tokens in a line, join the even and the odd half."""
-    m, denom, acc = (ref[...] for ref in state)
-    if shape.fold > 1:
-        X = m.shape[0] // 2
-        top = jnp.maximum(m[:X], m[X:])
-        even, odd = jnp.exp(m[:X] - top), jnp.exp(m[X:] - top)
-        acc = even * acc[:X] + odd * pltpu.roll(acc[X:], shape.head_dim, 1)
-        m, denom = top, even * denom[:X] + odd * denom[X:]
-    seen = denom > 0
-    denom = jnp.where(seen, denom, 1)
-    out_ref[0, 0] = (acc / denom)[:, : shape.head_dim].astype(out_ref.dtype)
-    lse_ref[0, 0] = jnp.where(seen, m + jnp.log(denom), -jnp.inf)

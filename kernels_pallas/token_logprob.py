@@ -28,10 +28,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.tuning import tune_head
+
 NEG = -1e30
 CHUNK = 256
-BLOCK_BYTES = 2**22
-MAX_BLOCK = 1024, 512
 VMEM_BYTES = 48 * 2**20
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
@@ -43,11 +43,11 @@ def token_logprob(
 ):  # fmt: skip
     """As reference.token_logprob: (log-prob of each token, entropy) in float32, in nats.
 
-    Differentiable in hidden_XD and head_VD; the temperature is a constant. tuning: (x, v), rows of
-    the blocks of tokens and of the vocabulary.
+    Differentiable in hidden_XD and head_VD; the temperature is a constant. tuning: a
+    HeadTuning (x, v).
     """
     _check(head_VD, token_X, hidden_XD)
-    blocks = tuning or _blocks(hidden_XD, head_VD)
+    blocks = tuning or _tuning(hidden_XD, head_VD)
     X = len(token_X)
     hidden_XD, token_X1c = _pad(blocks[0], token_X, hidden_XD)
     scale = _scale(temperature)
@@ -66,7 +66,7 @@ def acceptance_overlap(
     _check(head_VD, token_X, hidden_dense_XD, hidden_sparse_XD)
     arrays = map(lax.stop_gradient, (hidden_dense_XD, hidden_sparse_XD, head_VD))
     hidden_dense_XD, hidden_sparse_XD, head_VD = arrays
-    blocks = tuning or _blocks(hidden_dense_XD, head_VD)
+    blocks = tuning or _tuning(hidden_dense_XD, head_VD)
     X = len(token_X)
     dense, sparse, token_X1c = _pad(blocks[0], token_X, hidden_dense_XD, hidden_sparse_XD)
     scale = _scale(temperature)
@@ -89,12 +89,9 @@ def _check(head_VD, token_X, *hidden):
             )
 
 
-def _blocks(hidden_XD, head_VD):
-    """(x, v) so that a block of hidden states or head has at most BLOCK_BYTES, in whole chunks."""
+def _tuning(hidden_XD, head_VD):
     (X, D), V = hidden_XD.shape, head_VD.shape[0]
-    rows = max(1, BLOCK_BYTES // (D * hidden_XD.dtype.itemsize) // CHUNK) * CHUNK
-    sizes = zip((X, V), MAX_BLOCK, strict=True)
-    return tuple(min(most, rows, -(-size // CHUNK) * CHUNK) for size, most in sizes)
+    return tune_head(hidden_XD.dtype, X, V, D, CHUNK)
 
 
 def _pad(x, token_X, *hidden):
@@ -266,6 +263,7 @@ def _hidden_kernel(
     total,  # VMEM [x, D] float32
     *, V,
 ):  # fmt: skip
+    rows = token, lse, entropy, d_logp, d_entropy
     j, last = pl.program_id(1), pl.num_programs(1) - 1
 
     @pl.when(j == 0)
@@ -277,9 +275,8 @@ def _hidden_kernel(
         _clear_tail(head, V)
 
     def add(i, tokens, vocabs):
-        rows = token[i], lse[i], entropy[i], d_logp[i], d_entropy[i]
         first = j * head.shape[0] + vocabs.start
-        d_vx = _d_logits(head[vocabs], hidden[tokens], scale[0], *rows, first, V)
+        d_vx = _d_logits(head[vocabs], hidden[tokens], scale[0], rows, i, first, V)
         total[tokens] += _dot(d_vx.astype(head.dtype), head[vocabs], TN)  # rounded for the MXU
 
     _each_chunk(hidden, head, token, add)
@@ -298,6 +295,7 @@ def _head_kernel(
     total,  # VMEM [v, D] float32
     *, V,
 ):  # fmt: skip
+    rows = token, lse, entropy, d_logp, d_entropy
     j, block, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
 
     @pl.when(block == 0)
@@ -305,9 +303,8 @@ def _head_kernel(
         total[...] = jnp.zeros_like(total)
 
     def add(i, tokens, vocabs):
-        rows = token[i], lse[i], entropy[i], d_logp[i], d_entropy[i]
         first = j * head.shape[0] + vocabs.start
-        d_vx = _d_logits(head[vocabs], hidden[tokens], scale[0], *rows, first, V)
+        d_vx = _d_logits(head[vocabs], hidden[tokens], scale[0], rows, i, first, V)
         total[vocabs] += _dot(d_vx.astype(hidden.dtype), hidden[tokens], NN)  # rounded for the MXU
 
     _each_chunk(hidden, head, token, add)
@@ -361,8 +358,9 @@ def _sum(values_vx):
     return values_vx.sum(0, keepdims=True)
 
 
-def _d_logits(head_vD, hidden_xD, scale, token, lse, entropy, d_logp, d_entropy, first, V):
-    """Gradient of head . hidden, [v, x]; rows past the vocabulary are 0."""
+def _d_logits(head_vD, hidden_xD, scale, rows, i, first, V):
+    """Gradient of head . hidden, [v, x], for chunk i of tokens; rows past the vocabulary are 0."""
+    token, lse, entropy, d_logp, d_entropy = (row[i] for row in rows)
     logp = _logits(head_vD, hidden_xD, scale) - lse
     vocab = _vocab(first, logp.shape)
     d = jnp.where(vocab == token, d_logp, 0)

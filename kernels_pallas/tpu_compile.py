@@ -6,13 +6,14 @@ Needs libtpu, not a TPU. Exit status 1 if anything is refused.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
+import multiprocessing
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,20 @@ import jax.numpy as jnp
 
 from kernels_pallas import aot
 from kernels_pallas.ops import Ops, kernels
-from kernels_pallas.reference import page_shape
+from kernels_pallas.reference import landmark_shape, page_shape
 
 VOCAB = 151_936
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decode batch; selected counts the reserved pages."""
+    """A decode batch over one layer's cache, 5 to 11 GiB; selected counts the reserved pages."""
 
     name: str
     heads: int = 16
     kv_heads: int = 8
     head_dim: int = 128
     hidden: int = 2048
-    layers: int = 28
     rows: int = 64
     pages: int = 2560
     page: int = 16
@@ -45,37 +45,51 @@ class Shape:
 
 SHAPES = (
     Shape(name="1.7B"),
-    Shape(name="8B", heads=32, hidden=4096, layers=36),
+    Shape(name="8B", heads=32, hidden=4096),
     Shape(name="1.7B, H=64", head_dim=64),
     Shape(name="1.7B, float32", dtype=jnp.float32, rows=32),
+    Shape(name="1.7B, float8", dtype=jnp.float8_e4m3fn),
     Shape(name="1.7B, 128K", pages=8192, rows=16, selected=1024),
 )
 
 
-def cases(ops: Ops, s: Shape, place) -> Iterator[tuple[str, Callable[..., Any], list[Any], tuple]]:
-    """(name, function, abstract arguments, donated ones) of the kernels at one shape."""
+Case = tuple[str, Callable[..., Any], list[Any], tuple[int, ...]]
+"""Name, function, abstract arguments, donated ones."""
+
+
+def decode_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
+    """What a decode step calls, at every shape; of a float8 cache, the attention."""
     array = functools.partial(aot.spec, sharding=place)
-    pool = array(
-        (s.layers, s.kv_heads, s.rows * s.pages + 1, *page_shape(s.page, s.head_dim)), s.dtype
-    )
-    marks = array((s.layers, s.rows * s.pages + 1, s.kv_heads, s.head_dim), s.dtype)
+    scaled = jnp.dtype(s.dtype).itemsize == 1
+    dtype = jnp.bfloat16 if scaled else s.dtype
+    pool = array((1, s.kv_heads, s.rows * s.pages + 1, *page_shape(s.page, s.head_dim)), s.dtype)
     number, row = array((), jnp.int32), array((s.rows,), jnp.int32)
     table = array((s.rows, s.pages), jnp.int32)
     ids = array((s.rows, s.kv_heads, s.selected), jnp.int32)
-    q = array((s.rows, 1, s.heads, s.head_dim), s.dtype)
-    kv = array((s.rows, 1, s.kv_heads, s.head_dim), s.dtype)
+    q = array((s.rows, 1, s.heads, s.head_dim), dtype)
+    scales = [array((*pool.shape[:3], 2), jnp.float32)] if scaled else []
+
+    def attend(q, pool, layer, ids, start, length, scales=None):
+        return ops.sparse_decode(q, pool, layer, ids, start, length, page_scales_LKM=scales)
+
+    yield "sparse_decode, list", attend, [q, pool, number, ids, row, row, *scales], ()
+    yield "sparse_decode, dense", attend, [q, pool, number, table, row, row, *scales], ()
+    if scaled:
+        return
+    marks = array((1, s.rows * s.pages + 1, *landmark_shape(s.kv_heads, s.head_dim)), dtype)
+    one = array((s.rows, s.heads, s.head_dim), dtype)
+    kv = array((s.rows, 1, s.kv_heads, s.head_dim), dtype)
     select = functools.partial(ops.select_pages, max_selected=s.selected)
-    one = array((s.rows, s.heads, s.head_dim), s.dtype)
     yield "select_pages", select, [one, marks, number, table, row, row], ()
-    yield "sparse_decode, list", ops.sparse_decode, [q, pool, number, ids, row, row], ()
-    yield "sparse_decode, dense", ops.sparse_decode, [q, pool, number, table, row, row], ()
-    yield "append_kv", ops.append_kv, [pool, marks, number, kv, kv, table, row, row], (0, 1)
-    if s is SHAPES[0] or s is SHAPES[1]:
-        yield from _training_cases(ops, s, array)
+    if s.name != "8B":  # the same program as for 1.7B
+        yield "append_kv", ops.append_kv, [pool, marks, number, kv, kv, table, row, row], (0, 1)
 
 
-def _training_cases(ops: Ops, s: Shape, array):
-    """flash_prefill and token_logprob, forward and backward; 2 x 4,096 tokens."""
+def training_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
+    """flash_prefill and token_logprob, forward and backward; 2 x 4,096 tokens; 1.7B and 8B."""
+    if s not in SHAPES[:2]:
+        return
+    array = functools.partial(aot.spec, sharding=place)
     q = array((2, 4096, s.heads, s.head_dim), s.dtype)
     kv = array((2, 4096, s.kv_heads, s.head_dim), s.dtype)
     budget, prompt = array((4096,), jnp.int32), array((2,), jnp.int32)
@@ -102,55 +116,36 @@ def _training_cases(ops: Ops, s: Shape, array):
     yield "acceptance_overlap", ops.acceptance_overlap, [hidden, hidden, head, token], ()
 
 
-def compile_all(
-    chips: Sequence[str], shapes: Sequence[Shape] = SHAPES, *, say=print, dump: Path | None = None
-) -> list[aot.Compiled]:
-    """Compile every kernel; `aot.prepare` has to come first."""
+def compile_all(chips: Sequence[str], only: str = "") -> list[aot.Compiled]:
+    """Compile and print every kernel at every shape, or those whose names `only` is found in.
+
+    In two processes, since libtpu reads its flags once: the schedules of the decode kernels are
+    dumped; those of the training kernels are so long that writing them takes minutes.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        work = ((decode_cases, True), (training_cases, False))
+        parts = [pool.submit(_compile, list(chips), only, *w).result() for w in work]
+    return [row for part in parts for row in part]
+
+
+def _compile(chips: list[str], only: str, cases, schedules: bool) -> list[aot.Compiled]:
     rows = []
-    for chip in chips:
-        for s in shapes:
-            for name, f, args, donate in cases(kernels(), s, aot.one_chip(chip)):
-                label = f"{name} ({s.name})"
-                row = aot.compile_program(chip, label, f, args, donate=donate, dump=dump)
-                say(line(row))
-                rows.append(row)
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) if schedules else None
+        aot.prepare(dump)
+        for chip in chips:
+            ops, place = kernels(chip=aot.device_kind(chip)), aot.one_chip(chip)
+            for s in SHAPES:
+                for name, f, args, donate in cases(ops, s, place):
+                    label = f"{name} ({s.name})"
+                    if not re.search(only, label):
+                        continue
+                    row = aot.compile_program(chip, label, f, args, donate=donate, dump=dump)
+                    print(aot.line(row), flush=True)
+                    rows.append(row)
     return rows
 
 
-def line(r: aot.Compiled) -> str:
-    """One row of the table, for the terminal."""
-    if r.error:
-        return f"{r.chip:6} {r.name:42} REFUSED after {r.seconds:.1f} s: {r.error}"
-    mib = 2.0**-20
-    schedule = "" if r.bundles is None else f"  {r.bundles:5} bundles  {r.spills} spills"
-    smem = "" if r.smem is None else f"  SMEM {r.smem / 1024:5.0f} KiB"
-    hbm = f"HBM {r.hbm_arguments * mib:8.0f} + {r.hbm_temporaries * mib:7.2f} MiB"
-    return (
-        f"{r.chip:6} {r.name:42} VMEM {r.vmem * mib:5.2f} MiB{smem}  {hbm}  "
-        f"in place {r.aliased * mib:8.0f}{schedule}  {r.seconds:.1f} s"
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and write it as JSON with --out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", default=",".join(aot.CHIPS), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
-    arguments = parser.parse_args(argv)
-    chips = arguments.chips.split(",")
-    if unknown := set(chips) - set(aot.CHIPS):
-        parser.error(
-            f"--chips: {', '.join(sorted(unknown))}: expected some of {', '.join(aot.CHIPS)}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        aot.prepare(Path(folder))
-        rows = compile_all(chips, dump=Path(folder))
-    if arguments.out:
-        arguments.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
-    refused = [r for r in rows if r.error]
-    print(f"{len(rows) - len(refused)} of {len(rows)} programs compile")
-    return 1 if refused else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(aot.command(__doc__, compile_all))

@@ -98,7 +98,7 @@ def filled_cache(g: ModelConfig, shape: Shape):
         block = jnp.roll(block, page % 97, 2)
         stored = block.reshape(*block.shape[:3], *kv.shape[3:])
         kv = lax.dynamic_update_slice(kv, stored, (layer, 0, page, 0, 0))
-        means = block[:, :, :, 0].mean(3).swapaxes(1, 2)
+        means = block[:, :, :, 0].mean(3).swapaxes(1, 2).reshape(1, width, *marks.shape[2:])
         return kv, lax.dynamic_update_slice(marks, means, (layer, page, 0, 0))
 
     for layer in range(g.num_layers):

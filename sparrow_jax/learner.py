@@ -63,7 +63,7 @@ def policy_loss_sum(logp, batch: Mapping[str, jax.Array], clip_low, clip_high, k
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "remat"), donate_argnames=("grads",))
-def _accumulate(params, grads, batch, numbers, fresh, temperature, *, graph, dtype, remat):
+def accumulate_gradient(params, grads, batch, numbers, fresh, temperature, *, graph, dtype, remat):
     """grads + gradient of one micro-batch's summed loss."""
 
     def loss(params):
@@ -167,7 +167,7 @@ class JaxLearner:
         numbers = (grpo.clip_low, grpo.clip_high, grpo.kl_coef)
         sums: list[dict] = []
         for m in micro:
-            grads, s = _accumulate(
+            grads, s = accumulate_gradient(
                 self._params, grads, self._place(m), numbers, fresh,
                 np.float32(self.config.rollout.temperature),
                 graph=self.graph, dtype=self.dtype, remat=c.remat,

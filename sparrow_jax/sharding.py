@@ -25,16 +25,15 @@ def shard_params(params, mesh: Mesh):
     """Place every parameter by its entry of PARTITION (matched by its own name)."""
 
     def place(path, value):
-        spec = PARTITION[_name(path)]
-        return jax.device_put(value, NamedSharding(mesh, spec))
+        return jax.device_put(value, NamedSharding(mesh, partition(path)))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def _name(path) -> str:
-    """Last named step of a tree path, e.g. q_LDNH."""
+def partition(path) -> P:
+    """Entry of PARTITION for a parameter, found by the last named step of its tree path."""
     names = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
-    return next(name for name in reversed(names) if name in PARTITION)
+    return next(PARTITION[name] for name in reversed(names) if name in PARTITION)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

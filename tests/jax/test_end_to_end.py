@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -66,17 +65,11 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half the time of compilation; in child processes too."""
-    name, before = (
-        "jax_disable_most_optimizations",
-        jax.config.read("jax_disable_most_optimizations"),
-    )
-    jax.config.update(name, True)
-    os.environ[name.upper()] = "1"
+def quick_children(quick_compilation):
+    """Quick compilation here and in child processes."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     yield
-    del os.environ[name.upper()]
-    jax.config.update(name, before)
+    del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
 
 
 def sparrow(line, status=0):

@@ -17,6 +17,8 @@ from sparrow_jax import decode
 from sparrow_jax.engine import Engine
 from sparrow_jax.model import Decoder
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 G = ModelConfig(
     vocab_size=48, num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
     head_dim=8, rope_theta=1e4, qk_gain=2.0,
@@ -28,15 +30,6 @@ SPARSE = Schedule(page_size=PAGE, bin_tokens=16, budgets=(0, 1, 2))
 OTHER = Schedule(page_size=PAGE, bin_tokens=8, budgets=(3, 0, 1))
 ALL_PAGES = Schedule(page_size=PAGE, bin_tokens=16, budgets=(1, 5, DENSE))
 LENGTHS = [1, 3, 4, 5, 8, 15, 16, 17, 24]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half the time of compilation; the logic is the same."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

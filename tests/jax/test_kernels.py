@@ -1,5 +1,6 @@
 """The engine and the passes of the learner with Pallas kernels, interpreted, against references."""
 
+import dataclasses
 import functools
 
 import jax
@@ -23,7 +24,24 @@ G = ModelConfig(
     head_dim=64, qk_gain=2.0,
 )  # fmt: skip
 SCHEDULE = Schedule(page_size=16, bin_tokens=64, budgets=(0, 1))
-INTERPRETED = kernels(pltpu.InterpretParams(dma_execution_mode="on_wait"))
+CALLED = set()
+
+
+def recorded(ops):
+    """The same operations; CALLED gets the names of those that a program is built with."""
+
+    def record(name):
+        def f(*args, **kwargs):
+            CALLED.add(name)
+            return getattr(ops, name)(*args, **kwargs)
+
+        return f
+
+    return dataclasses.replace(ops, **{name: record(name) for name in OPERATIONS})
+
+
+OPERATIONS = [f.name for f in dataclasses.fields(REFERENCE) if f.name != "name"]
+INTERPRETED = recorded(kernels(pltpu.InterpretParams(dma_execution_mode="on_wait")))
 
 
 @functools.cache
@@ -49,6 +67,7 @@ def test_the_engine_samples_the_same_tokens_with_kernels_and_references():
     got = generate(INTERPRETED, SCHEDULE)
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_allclose(got.logp_sparse_BT, want.logp_sparse_BT, atol=1e-4)
+    assert {"append_kv", "select_pages", "sparse_decode"} <= CALLED
     same = np.abs(dense.logp_sparse_BT - want.logp_sparse_BT).max() < 1e-3
     assert not same, "the schedule must make a difference here, else this shows nothing"
 
@@ -66,6 +85,7 @@ def test_log_probs_and_gradient_of_a_model_with_kernels():
         jax.value_and_grad(functools.partial(loss, graph=graph))(params)
         for graph, params in (model(REFERENCE), model(INTERPRETED))
     ]
+    assert {"flash_prefill", "token_logprob"} <= CALLED
     (want, want_grad), (got, got_grad) = values
     np.testing.assert_allclose(got, want, atol=1e-4)
     pairs = zip(jax.tree.leaves(got_grad), jax.tree.leaves(want_grad), strict=True)

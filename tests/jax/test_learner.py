@@ -19,6 +19,8 @@ from sparrow_jax.learner import JaxLearner
 from sparrow_jax.model import Decoder
 from sparrow_jax.scorer import token_logprobs
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 G = ModelConfig(
     vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1,
     head_dim=8, rope_theta=1e4,
@@ -27,15 +29,6 @@ GRAPH = nnx.split(Decoder(G, np.random.default_rng(0)))[0]
 F32 = jnp.dtype("float32")
 B, T = 6, 16
 LIMITS = {"clip_low": 0.2, "clip_high": 0.28}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half the time of compilation; the logic is the same."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache
@@ -161,7 +154,7 @@ def test_loss_and_gradient_are_those_of_the_oracle_through_the_model(kl_coef):
 
     zeros = jax.tree.map(jnp.zeros_like, weights())
     fields = {f: getattr(m, f) for f in learning.FIELDS}
-    got_grads, sums = learning._accumulate(
+    got_grads, sums = learning.accumulate_gradient(
         weights(), zeros, fields, (0.2, 0.28, kl_coef), False, np.float32(0.7),
         graph=GRAPH, dtype=F32, remat=False,
     )  # fmt: skip

@@ -17,6 +17,8 @@ from sparrow_jax.engine import Engine
 from sparrow_jax.model import Decoder
 from sparrow_jax.scorer import JaxScorer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 G = ModelConfig(
     vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1,
     head_dim=8, rope_theta=1e4, qk_gain=2.0,
@@ -30,15 +32,6 @@ ROLLOUT = RolloutConfig(
     prefill_chunk=16, temperature=0.8,
 )  # fmt: skip
 SPARSE = Schedule(page_size=PAGE, bin_tokens=16, budgets=(0, 1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Half the time of compilation; the logic is the same."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

@@ -69,14 +69,93 @@ np.testing.assert_array_equal(clipped_a, clipped_b)
 print("equal on one and eight devices")
 """
 
+OPERATIONS = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from kernels_pallas.ops import REFERENCE
+from kernels_pallas.reference import landmark_shape, page_shape
+from sparrow_jax import sharded_ops, sharding
 
-def test_an_update_on_eight_devices_equals_that_on_one():
+mesh = sharding.make_mesh((2, 2, 2))  # 4 shares of rows and pages, 2 of heads
+ops = sharded_ops.shard_ops(REFERENCE, mesh)
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+B, N, K, H, C, PAGES, D, V = 8, 8, 4, 8, 4, 6, 16, 40
+M = 2 * PAGES + 1  # of a share: two rows and the null page
+
+def put(x, *where):
+    return jax.device_put(x, NamedSharding(mesh, P(*where)))
+
+def shares(x, axis=0):
+    return np.split(np.asarray(x), 4, axis)
+
+rows, heads = sharded_ops.ROWS, sharded_ops.HEADS
+pool = normal(1, K, 4 * M, 2, C, H)
+marks = normal(1, 4 * M, K, H)
+table = np.tile(1 + rng.permutation(2 * PAGES).reshape(2, PAGES), (4, 1)).astype(np.int32)
+length = np.array([24, 9, 17, 24, 1, 13, 20, 5], np.int32)
+k = np.array([1, 0, 2, 1, 0, 2, 1, 1], np.int32)
+q, new_k, new_v = normal(B, 1, N, H), normal(B, 1, K, H), normal(B, 1, K, H)
+
+def decode(ops, pool, marks, q, new_k, new_v, table, length, k):
+    one = jnp.ones_like(length)
+    pool, marks = ops.append_kv(pool, marks, 0, new_k, new_v, table, length - 1, one)
+    pages = (length + C - 1) // C
+    ids, count = ops.select_pages(q[:, 0], marks, 0, table, pages, k, max_selected=5)
+    skipped = (pages - count) * C
+    sparse = ops.sparse_decode(q, pool, 0, ids, length - skipped - 1, length - skipped)
+    dense = ops.sparse_decode(q, pool, 0, table, length - 1, length)
+    return pool, marks, ids, count, *sparse, *dense
+
+args = pool, marks, q, new_k, new_v, table, length, k
+per_row = P(rows, None), P(rows), P(rows)
+specs = (sharded_ops.POOL, sharded_ops.LANDMARKS, *[sharded_ops.QUERIES] * 3, *per_row)
+got = jax.jit(lambda *a: decode(ops, *a))(*(put(a, *s) for a, s in zip(args, specs)))
+axes = (2, 1) + (0,) * 6  # where the shares of rows or pages lie
+split = zip(*(shares(a, x) for a, x in zip(args, axes)))
+parts = [decode(REFERENCE, *map(jnp.asarray, share)) for share in split]
+for name, a, *want in zip("pool marks ids count out lse dense lse".split(), got, *parts):
+    a = shares(a, {"pool": 2, "marks": 1}.get(name, 0))
+    for x, y in zip(a, want):
+        x, y = (np.delete(v, 0, {"pool": 2, "marks": 1}[name]) if name in ("pool", "marks") else v
+                for v in (x, np.asarray(y)))  # all but the null page
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
+
+T = 22
+q, kk, vv = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H)
+budget, prompt = np.full(T, 1, np.int32), np.arange(B, dtype=np.int32)
+hidden, other, head = normal(B * T, D), normal(B * T, D), normal(V, D)
+token = rng.integers(0, V, B * T).astype(np.int32)
+
+def train(ops, q, kk, vv, hidden, other, head, prompt, token):
+    def loss(q, kk, vv, hidden, head):
+        dense = ops.flash_prefill(q, kk, vv)
+        replay = ops.flash_prefill(q, kk, vv, budget_T=budget, prompt_len_B=prompt, page=C)
+        logp, entropy = ops.token_logprob(hidden, head, token, temperature=jnp.float32(0.8))
+        weight = jnp.cos(jnp.arange(len(logp)))
+        return (dense * replay).sum() + (logp * weight).sum() + entropy.sum()
+
+    value, grads = jax.value_and_grad(loss, tuple(range(5)))(q, kk, vv, hidden, head)
+    return value, *grads, *ops.acceptance_overlap(hidden, other, head, token, temperature=0.8)
+
+args = q, kk, vv, hidden, other, head, prompt, token
+specs = (*[sharded_ops.QUERIES] * 3, P(rows, None), P(rows, None), P(heads, None), P(rows), P(rows))
+got = jax.jit(lambda *a: train(ops, *a))(*(put(a, *s) for a, s in zip(args, specs)))
+want = jax.jit(lambda *a: train(REFERENCE, *a))(*args)
+for name, a, b in zip("value dq dk dv dhidden dhead alpha logp".split(), got, want):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max(), err_msg=name)
+print("equal on one and eight devices")
+"""
+
+
+@pytest.mark.parametrize("program", ["PROGRAM", "OPERATIONS"])
+def test_eight_devices_compute_what_one_does(program):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     environment = {
         **os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # fmt: skip
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", globals()[program]]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.stdout == "equal on one and eight devices\n", result.stderr[-3000:]
 

@@ -8,10 +8,13 @@ is NaN: other layers, the null page, free pages, slots past the end, pages of pa
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
 
 from common import oracles
 
@@ -19,6 +22,29 @@ LAYER = 1
 TOLERANCE = 1e-5
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of jax.jit that halve the time of compilation; the logic is the same."""
+ON_WAIT = pltpu.InterpretParams(
+    dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
+EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
+
+
+def interpreted(f, mode=ON_WAIT, *, static=(), **options):
+    """A kernel as the checks below call it, run without a TPU; a race is a failure."""
+    call = functools.partial(f, interpret=mode, **options)
+    call = jax.jit(call, static_argnames=static, compiler_options=QUICK)
+
+    def run(*args, **kwargs):
+        pltpu.reset_tpu_interpret_mode_state()
+        out = jax.block_until_ready(call(*args, **kwargs))
+        assert_no_race()
+        return out
+
+    return run
+
+
+def assert_no_race():
+    """Of the last call; only EAGER looks for races."""
+    assert interpreter.races is None or not interpreter.races.races_found, "race"
 
 
 @dataclasses.dataclass
@@ -39,9 +65,14 @@ class Paged:
 
 
 def empty_pool(num_rows, width, *, kv_heads, head_dim, page_size, seed=0):
-    """(kv pages, landmarks, page table), all NaN; the table lists a random part of the pool."""
+    """(kv pages, landmarks, page table), all NaN; the table lists a random part of the pool.
+
+    seed None: its pages follow one another, to the end of the pool.
+    """
     num = 1 + num_rows * width + 3
-    ids = 1 + np.random.default_rng(seed).permutation(num - 1)
+    ids = 4 + np.arange(num - 4)
+    if seed is not None:
+        ids = 1 + np.random.default_rng(seed).permutation(num - 1)
     kv = np.full((LAYER + 1, kv_heads, num, 2, page_size, head_dim), np.nan, np.float32)
     table = ids[: num_rows * width].reshape(num_rows, width).astype(np.int32)
     return kv, np.full((LAYER + 1, num, kv_heads, head_dim), np.nan, np.float32), table
@@ -173,6 +204,19 @@ def check_append(append, pieces_B, *, kv_heads=2, head_dim=8, page_size=4, seed=
             fill_row(want_kv, want_marks, table[b], *stream[:, b, : start[b]])
         np.testing.assert_array_equal(np.asarray(kv)[:, :, 1:], want_kv[:, :, 1:])
         close(np.asarray(landmarks)[:, 1:], want_marks[:, 1:], "landmarks")
+
+
+def check_end_of_table(append):
+    """Three tokens from position 7 of a table of 8: one is written, nothing else, no landmark."""
+    kv, landmarks, table = empty_pool(1, 2, kv_heads=1, head_dim=64, page_size=4)
+    kv[:, :, 1:], new = 5.0, np.ones((1, 3, 1, 64), np.float32)
+    start, count = np.array([7], np.int32), np.array([3], np.int32)
+    got, marks = append(kv, landmarks, LAYER, new, new, table, start, count)
+    want = kv.copy()
+    want[LAYER, 0, table[0, 1], :, 3] = 1.0
+    np.testing.assert_array_equal(np.asarray(got)[:, :, 1:], want[:, :, 1:])
+    done = np.isfinite(np.asarray(marks)[:, 1:]).all((2, 3))
+    assert done.sum() == 1 and done[LAYER, table[0, 1] - 1]
 
 
 def prefill_inputs(ratio=2, *, kv_heads=2, head_dim=8, num_tokens=45, rows=2, seed=2):

@@ -1,22 +1,14 @@
 """kernels_pallas.append_kv, interpreted: the whole pool after every call, in both modes."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import append_kv as module
 from kernels_pallas import reference
 from tests.kernels import ladder
+from tests.kernels.ladder import EAGER, ON_WAIT
 
-ON_WAIT = pltpu.InterpretParams(
-    dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
-EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 ONE = [[1, 1, 0, 1, 1], [1, 0, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 1]]
 SEVERAL = [[9, 1, 6], [8, 9, 2], [0, 9, 9], [1, 1, 3]]  # pages of 4: whole, begun, completed
 
@@ -25,21 +17,10 @@ SEVERAL = [[9, 1, 6], [8, 9, 2], [0, 9, 9], [1, 1, 3]]  # pages of 4: whole, beg
 def small_groups(monkeypatch):
     """Two pages of two heads of 64 at once, so that the calls below reuse every buffer."""
     monkeypatch.setattr(module, "GROUP_BYTES", 2 * 2 * 2 * 4 * 64 * 4)
-    pltpu.reset_tpu_interpret_mode_state()
 
 
 def kernel(mode=ON_WAIT):
-    """append_kv as ladder.check_append calls it; races are failures."""
-    append = jax.jit(
-        functools.partial(module.append_kv, interpret=mode), compiler_options=ladder.QUICK
-    )
-
-    def run(*args):
-        out = jax.block_until_ready(append(*args))
-        assert not (mode.detect_races and interpreter.races.races_found), "race"
-        return out
-
-    return run
+    return ladder.interpreted(module.append_kv, mode)
 
 
 @pytest.mark.parametrize(("pieces", "head_dim", "kv_heads", "mode"), [
@@ -62,7 +43,7 @@ def test_narrow_types_in_the_stored_form(dtype):
     start, new = jnp.array([2, 0, 5], jnp.int32), jnp.array([7, 4, 3], jnp.int32)
     args = k, v, table, start, new
     got, got_marks = kernel()(pool, marks, 1, *args)
-    want, want_marks = reference.append_kv(pool, marks.reshape(2, M, K, H), 1, *args)
+    want, want_marks = reference.append_kv(pool, marks, 1, *args)
     bits = jnp.uint8 if dtype == jnp.float8_e4m3fn else jnp.uint16
     same = got.view(bits)[:, :, 1:] == want.view(bits)[:, :, 1:]
     assert same.all()
@@ -77,13 +58,7 @@ def test_narrow_types_in_the_stored_form(dtype):
 
 
 def test_tokens_past_the_page_table_are_dropped():
-    kv, marks, table = ladder.empty_pool(1, 2, kv_heads=1, head_dim=64, page_size=4)
-    new = np.ones((1, 3, 1, 64), np.float32)
-    got, _ = kernel()(
-        kv, marks, 1, new, new, table, np.array([7], np.int32), np.array([3], np.int32)
-    )
-    written = np.isfinite(np.asarray(got)).sum()
-    assert written == 2 * 64 and (np.asarray(got)[1, 0, table[0, 1], :, 3] == 1).all()
+    ladder.check_end_of_table(kernel())
 
 
 def test_shapes_that_do_not_belong_together_are_refused():

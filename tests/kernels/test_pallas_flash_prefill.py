@@ -6,33 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from common import oracles
 from kernels_pallas import flash_prefill as module
-from kernels_pallas.flash_prefill import Tuning
+from kernels_pallas.tuning import PrefillTuning
 from tests.kernels import ladder
+from tests.kernels.ladder import EAGER, ON_WAIT
 
-ON_WAIT = pltpu.InterpretParams(
-    dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
-EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
-SMALL = Tuning(queries=16, keys=32)
+SMALL = PrefillTuning(queries=16, keys=32)
 jit = functools.partial(jax.jit, compiler_options=ladder.QUICK)
 
 
 def kernel(mode=ON_WAIT, tuning=SMALL):
-    """flash_prefill as ladder.check_prefill calls it; races are failures."""
-    prefill = functools.partial(module.flash_prefill, tuning=tuning, interpret=mode)
-    prefill = jit(prefill, static_argnames=("page", "chunk"))
-
-    def run(*args, **kwargs):
-        out = jax.block_until_ready(prefill(*args, **kwargs))
-        assert not (mode.detect_races and interpreter.races.races_found), "race"
-        return out
-
-    return run
+    static = ("page", "chunk")
+    return ladder.interpreted(module.flash_prefill, mode, static=static, tuning=tuning)
 
 
 def replay(num_tokens, rows=1):
@@ -72,7 +59,7 @@ def check_gradients(prefill, args, kinds, page=4, tolerance=None):
         return out, *pull(do)
 
     got = jax.block_until_ready(run(do, *args))
-    assert not interpreter.races or not interpreter.races.races_found, "race"
+    ladder.assert_no_race()
     wide = [np.float32(x) for x in (*args, do)]
     _, masks = ladder.prefill_oracle(*wide[:3], *kinds, page)
     want = oracle(*wide, masks)
@@ -124,7 +111,7 @@ def test_log_sum_exp(sparse):
 
 
 @pytest.mark.parametrize(("num_tokens", "tuning", "page"), [
-    (1, Tuning(16, 16), 16), (16, Tuning(16, 16), 4), (17, Tuning(32, 16), 16),
+    (1, PrefillTuning(16, 16), 16), (16, PrefillTuning(16, 16), 4), (17, PrefillTuning(32, 16), 16),
 ])  # fmt: skip
 def test_lengths_and_schedules(num_tokens, tuning, page):
     q, k, v = ladder.prefill_inputs(1, head_dim=64, num_tokens=num_tokens, kv_heads=1)
@@ -135,7 +122,7 @@ def test_lengths_and_schedules(num_tokens, tuning, page):
 
 
 @pytest.mark.parametrize(("page", "tuning"), [
-    (4, Tuning(32, 256)), (16, Tuning(64, 64)), (1, Tuning(32, 64)),
+    (4, PrefillTuning(32, 256)), (16, PrefillTuning(64, 64)), (1, PrefillTuning(32, 64)),
 ])  # fmt: skip
 def test_pages_of_long_sequences_exactly(page, tuning):
     """The bits that the kernels read, against decode's choice at each position; with ties."""
@@ -239,4 +226,4 @@ def test_faults_of_the_backward_pass(plant, monkeypatch):
     args = ladder.prefill_inputs(2, head_dim=64, num_tokens=30, rows=1, kv_heads=1)
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"(?s)Not equal to tolerance.*\nd[qkv]\n"):
-        check_gradients(prefill(tuning=Tuning(32, 32)), args, replay(30))
+        check_gradients(prefill(tuning=PrefillTuning(32, 32)), args, replay(30))

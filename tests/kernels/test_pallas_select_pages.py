@@ -1,39 +1,24 @@
 """kernels_pallas.select_pages, interpreted: page ids and counts exactly, in both modes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from common.schedule import DENSE
 from kernels_pallas import select_pages as module
-from kernels_pallas.select_pages import Tuning
+from kernels_pallas.tuning import SelectTuning, tune_select
 from tests.kernels import ladder
+from tests.kernels.ladder import EAGER, ON_WAIT
 from tests.kernels.test_reference import LENGTHS
 
-ON_WAIT = pltpu.InterpretParams(
-    dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
-EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
-SMALL = Tuning(unit=4, ring=2, group=1, digit=2)
+SMALL = SelectTuning(unit=4, ring=2, group=1, digit=2)
 """So that 11 pages go through every loop and reuse every buffer."""
 
 
 def kernel(mode=ON_WAIT, tuning=SMALL):
-    """select_pages as ladder.check_select calls it; races are failures."""
-    select = functools.partial(module.select_pages, tuning=tuning, interpret=mode)
-    select = jax.jit(select, static_argnames="max_selected", compiler_options=ladder.QUICK)
-
-    def run(*args, **kwargs):
-        out = jax.block_until_ready(select(*args, **kwargs))
-        assert not (mode.detect_races and interpreter.races.races_found), "race"
-        return out
-
-    return run
+    static = "max_selected"
+    return ladder.interpreted(module.select_pages, mode, static=static, tuning=tuning)
 
 
 def queries(case, ratio, seed=1):
@@ -58,6 +43,32 @@ def test_rows_have_budgets_of_their_own_and_padding_of_the_table_is_not_read():
     ladder.check_select(kernel(), case, queries(case, 2), k, 140)
 
 
+@pytest.mark.parametrize(("mode", "head_dim"), [(ON_WAIT, 128), (EAGER, 64)])
+def test_pages_that_follow_one_another(mode, head_dim):
+    """Whole rows, two with pages swapped, and a last one whose last unit would leave the pool."""
+    case = ladder.make_paged([43, 44, 37, 44, 41], kv_heads=4, head_dim=head_dim, seed=None)
+    for row, i in ((1, 2), (3, 7)):
+        swap_pages(case, row, i)
+    ladder.check_select(kernel(mode), case, queries(case, 2), [3, 4, 0, 2, 5], 8)
+
+
+def swap_pages(case, row, i):
+    """Pages i and i + 1 of a row lie the other way round in the pool."""
+    pages = case.table_BP[row, i : i + 2]
+    case.landmarks[:, pages] = case.landmarks[:, pages[::-1]]
+    case.kv_pages[:, :, pages] = case.kv_pages[:, :, pages[::-1]]
+    case.table_BP[row, i : i + 2] = pages[::-1]
+
+
+def test_runs():
+    table = np.array([[5, 6, 7, 8, 9, 9, 1, 1], [8, 9, 3, 4, 10, 11, 0, 0]])
+    got = module._runs(jnp.array(table), jnp.array([5, 6]), 2, 12)
+    # 9 and the unused page after it; 10 and 11 end the pool of 12; unused units may be anything
+    np.testing.assert_array_equal(got[:, :3], [[5, 7, 9], [8, 3, 10]])
+    got = module._runs(jnp.array(table), jnp.array([8, 6]), 4, 12)
+    np.testing.assert_array_equal(got, [[5, -1], [-1, -1]])  # 10, 11 and two pages past the pool
+
+
 def test_ties_go_to_the_lower_page():
     case = ladder.make_paged([37, 40, 41, 16], equal=True, head_dim=64)
     q, select = np.round(4 * queries(case, 2)) / 4, kernel()
@@ -73,27 +84,43 @@ def test_zeros_of_both_signs_are_equal_and_negative_numbers_in_order():
 
 def test_several_blocks_of_pages_and_of_the_list():
     """300 pages = 3 blocks of 128 in 2 groups, of which up to 153 are listed, in 2 blocks."""
-    select = kernel(tuning=Tuning(unit=8, ring=4, group=2, digit=1))
+    select = kernel(tuning=SelectTuning(unit=8, ring=4, group=2, digit=1))
     for equal in (False, True):
         case = ladder.make_paged([1201, 600], head_dim=128, kv_heads=1, equal=equal)
         ladder.check_select(select, case, np.round(4 * queries(case, 2)) / 4, [150, 20], 153)
 
 
-def test_bfloat16_in_the_stored_form():
-    """Keys in bfloat16 and pages of one token, so that landmarks are the keys, exactly."""
-    case = ladder.make_paged([150, 40], head_dim=64, kv_heads=4, page_size=1)
-    case.keys = [np.float32(jnp.bfloat16(k)) for k in case.keys]
+def check_bfloat16():
+    """Stored form; a page is one token, whose landmark picks one number of the mean query. Those
+    numbers are 1, 1 + 1/384, 1 + 2/384 and 1 + 1/128: bfloat16 holds the first and the last."""
+    case = ladder.make_paged([150, 140], head_dim=64, kv_heads=4, page_size=1)
+    rng = np.random.default_rng(7)
+    case.keys = [np.eye(64, dtype=np.float32)[rng.integers(0, 64, (len(k), 4))] for k in case.keys]
+    for pages, keys in zip(case.table_BP, case.keys, strict=True):
+        case.landmarks[ladder.LAYER, pages[: len(keys)]] = keys
     L, M, K, H = case.landmarks.shape
     case.landmarks = jnp.bfloat16(case.landmarks).reshape(L, M, K * H // 128, 128)
-    q, select = jnp.bfloat16(queries(case, 2)), kernel()
+    q = np.where(rng.random((2, 12, 64)) < 0.5, 1, 1 + 2.0**-7).astype(np.float32)
+    select = kernel()
 
     def in_bfloat16(q, *args, **kwargs):
         return select(jnp.bfloat16(q), *args, **kwargs)
 
-    ladder.check_select(in_bfloat16, case, np.float32(q), [20, 9], 23)
+    ladder.check_select(in_bfloat16, case, q, [30, 50], 53)
 
 
-FAULTY = Tuning(unit=2, ring=4, group=1, digit=1)
+def test_bfloat16_in_the_stored_form():
+    check_bfloat16()
+
+
+def test_a_query_rounded_to_bfloat16_is_rejected(monkeypatch):
+    """Its mean over heads needs more bits: all three parts."""
+    monkeypatch.setattr(module.lax, "reduce_precision", lambda x, *bits: x)
+    with pytest.raises(AssertionError):
+        check_bfloat16()
+
+
+FAULTY = SelectTuning(unit=2, ring=4, group=1, digit=1)
 """Several units in flight, and the quickest to compile."""
 
 
@@ -134,6 +161,11 @@ def next_page(patch):
     patch.setattr(module, "_fetch", wrong)
 
 
+def run_off_by_one(patch):
+    runs = module._runs
+    patch.setattr(module, "_runs", lambda *args: jnp.maximum(runs(*args), 0) - 1)
+
+
 def last_candidate_missing(patch):
     patch.setattr(module, "_is_candidate", lambda page, n: (page >= 1) & (page < n - 3))
 
@@ -153,9 +185,17 @@ def rank_off_by_one(patch):
 ])  # fmt: skip
 def test_planted_faults_are_rejected(fault, monkeypatch):
     case = ladder.make_paged([43, 44], head_dim=128)
-    fault(monkeypatch)
+    reject(fault, case, monkeypatch)
+
+
+def reject(fault, case, patch):
+    fault(patch)
     with pytest.raises(AssertionError):
         ladder.check_select(kernel(tuning=FAULTY), case, queries(case, 2), [3, 4], 7)
+
+
+def test_a_wrong_run_is_rejected(monkeypatch):
+    reject(run_off_by_one, ladder.make_paged([43, 44], head_dim=128, seed=None), monkeypatch)
 
 
 @pytest.mark.parametrize(("fault", "match"), [(no_wait, "race"), (one_buffer, "not equal")])
@@ -184,7 +224,7 @@ def test_ties_to_the_higher_page_are_rejected(monkeypatch):
     ({"q_BNH": np.zeros((2, 4, 96), np.float32)}, "landmarks"),
     ({"k_B": np.zeros(3, np.int32)}, "rows each"),
     ({"max_selected": 0}, "max_selected"),
-    ({"tuning": Tuning(unit=48)}, "tuning"),
+    ({"tuning": tune_select(5, 8)._replace(unit=48)}, "tuning"),
 ])  # fmt: skip
 def test_wrong_arguments(change, match):
     args = {

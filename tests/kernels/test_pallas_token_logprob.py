@@ -9,36 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from common import oracles
 from kernels_pallas import token_logprob as module
+from kernels_pallas.tuning import HeadTuning
 from tests.kernels import ladder
+from tests.kernels.ladder import EAGER, ON_WAIT
 
-ON_WAIT = pltpu.InterpretParams(
-    dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
-EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
+SMALL = HeadTuning(tokens=32, vocabulary=32)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 16)
-    pltpu.reset_tpu_interpret_mode_state()
 
 
 def kernel(function=module.token_logprob, mode=ON_WAIT):
-    """A function of the module as the ladder calls it; races are failures."""
-    run = functools.partial(function, tuning=(32, 32), interpret=mode)
-    run = jax.jit(run, compiler_options=ladder.QUICK)
-
-    def checked(*args, **kwargs):
-        out = jax.block_until_ready(run(*args, **kwargs))
-        assert not (mode.detect_races and interpreter.races.races_found), "race"
-        return out
-
-    return checked
+    return ladder.interpreted(function, mode, tuning=SMALL)
 
 
 @pytest.mark.parametrize("mode", [ON_WAIT, EAGER])
@@ -61,7 +48,7 @@ def check_gradient(mode=ON_WAIT):
     a, b = np.random.default_rng(6).normal(size=(2, len(token)))
 
     def f(hidden, head):
-        run = functools.partial(module.token_logprob, tuning=(32, 32), interpret=mode)
+        run = functools.partial(module.token_logprob, tuning=SMALL, interpret=mode)
         logp, entropy = run(hidden, head, token, temperature=0.7)
         return jnp.sum(logp * a + entropy * b)
 
@@ -70,7 +57,7 @@ def check_gradient(mode=ON_WAIT):
         return np.sum(logp * a + entropy * b)
 
     ladder.check_gradient(f, f64, [hidden, head])
-    assert not (mode.detect_races and interpreter.races.races_found), "race"
+    ladder.assert_no_race()
 
 
 @pytest.mark.parametrize("mode", [ON_WAIT, EAGER])
@@ -85,7 +72,11 @@ def test_bfloat16_against_float64_on_the_rounded_inputs():
     dense, sparse64 = (x @ logits[2].T for x in logits[:2])
     want = oracles.token_logprob(dense, token, 0.7)
     run = functools.partial(
-        module.token_logprob, token_X=token, temperature=0.7, tuning=(32, 32), interpret=ON_WAIT
+        module.token_logprob,
+        token_X=token,
+        temperature=0.7,
+        tuning=SMALL,
+        interpret=ON_WAIT,
     )
     got, back = jax.vjp(run, hidden, head)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # products of bf16 are exact

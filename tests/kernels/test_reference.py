@@ -100,6 +100,10 @@ def test_append_writes_tokens_and_landmarks_and_nothing_else(pieces):
     ladder.check_append(append_kv, pieces)
 
 
+def test_append_past_the_page_table_is_dropped():
+    ladder.check_end_of_table(append_kv)
+
+
 @pytest.mark.parametrize(("ratio", "head_dim"), SHAPES)
 def test_prefill_dense_and_replay(ratio, head_dim):
     q, k, v = ladder.prefill_inputs(ratio, head_dim=head_dim, num_tokens=39)

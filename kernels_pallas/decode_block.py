@@ -1,0 +1,147 @@
+"""One block of pages in sparse_decode: products, online softmax, masks, scales.
+
+A block is P pages of E lines of 128 lanes, the upper half of each page keys, the lower half values.
+With heads of 64 a line holds two tokens (fold = 2), and queries come twice: see sparse_decode.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.reference import NEG
+from kernels_pallas.tuning import LANES
+
+SCALED_PAGES = LANES // 2  # pages whose two scales fill one line
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """Static sizes of one call."""
+
+    num_tokens: int  # T
+    group: int  # R
+    head_dim: int  # H
+    page: int  # C
+    num_pages: int  # M
+    num_heads: int  # K
+    block: int  # P, pages per block
+    ring: int  # buffers
+
+    @property
+    def fold(self) -> int:
+        """Tokens in a line."""
+        return LANES // self.head_dim
+
+    @property
+    def lines(self) -> int:
+        """Lines of keys in a page."""
+        return self.page // self.fold
+
+    @property
+    def block_tokens(self) -> int:
+        return self.block * self.page
+
+
+def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape):
+    """Block i of the row's tokens joins the state. limits: None if all of it is visible.
+
+    q [fold X, W], buf_ref [P, E, W], scales: None or two rows [1, lines of the block].
+    """
+    m_ref, denom_ref, acc_ref = state
+    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = functools.partial(
+        lax.dot_general, preferred_element_type=jnp.float32, precision=exact
+    )
+    keys, values = (
+        buf_ref[:, x * shape.lines : (x + 1) * shape.lines, :].reshape(-1, LANES).astype(q.dtype)
+        for x in (0, 1)
+    )
+    if limits is not None:
+        start, length = limits
+        unread = length - i * shape.block_tokens <= _token(keys.shape, shape)
+        values = jnp.where(unread, 0, values)
+        if shape.fold > 1:  # a line may hold a token of the row and one past its end
+            keys = jnp.where(unread, 0, keys)
+    s = product(q, keys, (((1,), (1,)), ((), ()))) * shape.head_dim**-0.5
+    if scales is not None:
+        s = s * scales[0]
+    if limits is not None:
+        seen = visible(i, s.shape, start, length, shape)
+        s = jnp.where(seen, s, NEG)
+    m = m_ref[...]
+    m_new = jnp.maximum(m, s.max(-1, keepdims=True))
+    p = jnp.exp(s - m_new)
+    if limits is not None:
+        p = jnp.where(seen, p, 0)
+    shrink = jnp.exp(m - m_new)
+    m_ref[...] = m_new
+    denom_ref[...] = denom_ref[...] * shrink + p.sum(-1, keepdims=True)
+    if scales is not None:
+        p = p * scales[1] if limits is None else jnp.where(seen, p * scales[1], 0)
+    more = product(p.astype(q.dtype), values, (((1,), (0,)), ((), ())))
+    acc_ref[...] = acc_ref[...] * shrink + more
+
+
+def _token(shape_lines, shape: DecodeShape):
+    """Index in the block of the token at each place of its keys, int32 [lines, W]."""
+    token = lax.broadcasted_iota(jnp.int32, shape_lines, 0) * shape.fold
+    if shape.fold > 1:
+        lane = lax.broadcasted_iota(jnp.int32, shape_lines, 1)
+        token += jnp.where(lane >= shape.head_dim, 1, 0)
+    return token
+
+
+def visible(i, scores_shape, start, length, shape: DecodeShape):
+    """Which scores [fold X, lines of the block] count."""
+    rows = scores_shape[0]
+    x = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    token = i * shape.block_tokens
+    token += lax.broadcasted_iota(jnp.int32, scores_shape, 1) * shape.fold
+    if shape.fold > 1:
+        odd = x >= rows // 2
+        token += jnp.where(odd, 1, 0)
+        x = jnp.where(odd, x - rows // 2, x)
+    query = jnp.zeros_like(x)
+    for t in range(1, shape.num_tokens):
+        query += jnp.where(x >= t * shape.group, 1, 0)
+    return token < jnp.minimum(start + query + 1, length)
+
+
+def block_scales(scales_ref, block_ref, ids_ref, first, count, shape: DecodeShape):
+    """Scales of keys and of values for each line of the block, two rows [1, P lines].
+
+    A page's two scales lie in one of the lines of scales_ref; they are turned to lanes 0 and 1 of
+    line j of block_ref and spread over the page's lines. Past `count` they are those of page 0.
+    """
+    for j in range(shape.block):
+        page = jnp.where(j < count, ids_ref[jnp.where(j < count, first + j, 0)], 0)
+        line = scales_ref[0, pl.ds(lax.div(page, SCALED_PAGES), 1), :]
+        turn = lax.rem(LANES - 2 * lax.rem(page, SCALED_PAGES), LANES)
+        block_ref[pl.ds(j, 1), :] = pltpu.roll(line, turn, 1)
+    spread = (shape.block, shape.block * shape.lines)
+    page = lax.broadcasted_iota(jnp.int32, spread, 0)
+    ahead = lax.broadcasted_iota(jnp.int32, spread, 1) - page * shape.lines
+    here = (ahead >= 0) & (ahead < shape.lines)
+    both = block_ref[...]
+    return [jnp.where(here, both[:, x : x + 1], 0).sum(0, keepdims=True) for x in (0, 1)]
+
+
+def finish(state, out_ref, lse_ref, shape: DecodeShape):
+    """Divide by the denominator; with two tokens in a line, join the even and the odd half."""
+    m, denom, acc = (ref[...] for ref in state)
+    if shape.fold > 1:
+        X = m.shape[0] // 2
+        top = jnp.maximum(m[:X], m[X:])
+        even, odd = jnp.exp(m[:X] - top), jnp.exp(m[X:] - top)
+        acc = even * acc[:X] + odd * pltpu.roll(acc[X:], shape.head_dim, 1)
+        m, denom = top, even * denom[:X] + odd * denom[X:]
+    seen = denom > 0
+    denom = jnp.where(seen, denom, 1)
+    out_ref[0, 0] = (acc / denom)[:, : shape.head_dim].astype(out_ref.dtype)
+    lse_ref[0, 0] = jnp.where(seen, m + jnp.log(denom), -jnp.inf)
