@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import time
@@ -35,6 +36,7 @@ _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+([A-Z ]*):\s*(>*) +(\{\})?")
 _VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
 _TO_SMEM = re.compile(r"dma\.(?:hbm|vmem)_to_smem .*?size_in_granules=\*/(\d+)")
 GRANULE_BYTES = 32
+_COPY = re.compile(r" = (\w+)\[([\d,]*)\]\S* (?:copy|copy-done)\(")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class Compiled:
     vmem: the most that XLA sets aside for any kernel of the program: what it needs, but on TPU7x,
     and where a kernel names a limit, that limit. smem: scalars copied in for the call and for one
     program of the grid. hbm_temporaries: what XLA allocates beside arguments and results; aliased:
-    arguments that results are written into. bundles: code of the largest loop within the grid's;
+    arguments that results are written into; largest_copy: the largest array that is only copied, be
+    it into another layout. bundles: code of the largest loop within the grid's;
     straight: the longest stretch without a branch in such a loop. smem, bundles, straight and
     spills are None where no schedule was dumped.
     """
@@ -56,6 +59,7 @@ class Compiled:
     hbm_arguments: int
     hbm_temporaries: int
     aliased: int
+    largest_copy: int
     smem: int | None = None
     bundles: int | None = None
     straight: int | None = None
@@ -129,11 +133,13 @@ def compile_program(
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
         seconds = time.perf_counter() - start
         text = " ".join(str(e).split())[:300] or type(e).__name__
-        zero = dict.fromkeys(("vmem", "hbm_arguments", "hbm_temporaries", "aliased"), 0)
+        sizes = "vmem", "hbm_arguments", "hbm_temporaries", "aliased", "largest_copy"
+        zero = dict.fromkeys(sizes, 0)
         return Compiled(chip=chip, name=name, seconds=seconds, error=text, **zero)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    kernels = [row for row in compiled.as_text().splitlines() if "tpu_custom_call" in row]
+    hlo = compiled.as_text()
+    kernels = [row for row in hlo.splitlines() if "tpu_custom_call" in row]
     names = {re.match(r"\s*(?:ROOT )?%(\S+) = ", row)[1] for row in kernels}
     schedule = _schedule(set(dump.iterdir()) - before, names) if dump else {}
     return Compiled(
@@ -144,8 +150,16 @@ def compile_program(
         hbm_arguments=memory.argument_size_in_bytes,
         hbm_temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
+        largest_copy=max(map(_array_bytes, _COPY.findall(hlo)), default=0),
         **schedule,
     )
+
+
+def _array_bytes(array: tuple[str, str]) -> int:
+    """Of an array as HLO writes it: ("bf16", "8,128")."""
+    kind, dims = array
+    bits = re.search(r"\d+", kind)  # pred has none
+    return math.prod(int(d) for d in dims.split(",") if d) * (int(bits[0]) if bits else 8) // 8
 
 
 def _schedule(files: Iterable[Path], names: set[str]) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Decode kernels on a TPU: python -m kernels_pallas.bench [--out=bench.json]
 
-Correctness first, against the references on the same device; then one layer of Qwen3 at several
-contexts: selection, sparse attention and dense attention, as GB/s of the bytes each has to read and
-as a share of the chip's HBM peak. Without a TPU it says so and lists what it would have run.
+Correctness first, against the references; then one layer of Qwen3 at several contexts, as GB/s of
+the bytes each part has to read and as a share of the chip's HBM peak: selection (over pages that
+follow one another in the pool, over scattered ones, and by XLA's gather and top_k), attention over
+the selected pages, dense attention. Without a TPU it says so and lists what it would have run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from kernels_pallas.reference import NUM_RESERVED, landmark_shape, page_shape
 from kernels_pallas.tuning import HBM_GB_PER_S
 
 POOL_BYTES = 4 * 2**30
+GOALS = {"dense": 0.85, "attend": 0.6}
+"""Share of the HBM peak to reach; selection may take SELECT_SHARE of the attention's time."""
+SELECT_SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class Case:
         """What each part has to read: landmarks, listed pages, the whole cache."""
         cached = self.batch * self.context * self.token_bytes
         listed = self.batch * self.selected * self.page * self.token_bytes
-        return {"select": cached // (2 * self.page), "sparse": listed, "dense": cached}
+        return {"select": cached // (2 * self.page), "attend": listed, "dense": cached}
 
 
 def cases() -> Iterator[Case]:
@@ -64,31 +68,32 @@ def cases() -> Iterator[Case]:
 
 
 def inputs(c: Case, seed: int = 0) -> dict[str, Any]:
-    """Normal keys, values and queries; a shuffled page table; full rows."""
+    """Normal keys, values and queries; full rows; the pages of a row in order and scattered."""
     pages = c.batch * (c.context // c.page)
     keys = jax.random.split(jax.random.key(seed), 3)
     pool = (1, c.kv_heads, pages + 1, *page_shape(c.page, c.head_dim))
     marks = (1, pages + 1, *landmark_shape(c.kv_heads, c.head_dim))
-    table = 1 + np.random.default_rng(seed).permutation(pages).reshape(c.batch, -1)
+    scattered = 1 + np.random.default_rng(seed).permutation(pages).reshape(c.batch, -1)
     return {
         "q": jax.random.normal(keys[0], (c.batch, 1, c.heads, c.head_dim), c.dtype),
         "kv": jax.random.normal(keys[1], pool, c.dtype),
         "marks": jax.random.normal(keys[2], marks, c.dtype),
-        "table": jnp.asarray(table, jnp.int32),
+        "table": 1 + jnp.arange(pages, dtype=jnp.int32).reshape(c.batch, -1),
+        "scattered": jnp.asarray(scattered, jnp.int32),
         "length": jnp.full(c.batch, c.context, jnp.int32),
         "k": jnp.full(c.batch, c.selected - NUM_RESERVED, jnp.int32),
     }
 
 
 def parts(ops: Ops, c: Case) -> dict[str, Any]:
-    """select, attend (over a given list), sparse = both, dense; functions of `inputs` (and ids)."""
+    """Functions of `inputs`, attend of a list of pages too."""
     listed = jnp.full(c.batch, c.selected * c.page, jnp.int32)
 
-    def select(x):
+    def select(x, ops=ops, table="table"):
         pages = x["length"] // c.page
         one = x["q"][:, 0]
         return ops.select_pages(
-            one, x["marks"], 0, x["table"], pages, x["k"], max_selected=c.selected
+            one, x["marks"], 0, x[table], pages, x["k"], max_selected=c.selected
         )[0]
 
     def attend(x, ids):
@@ -97,13 +102,20 @@ def parts(ops: Ops, c: Case) -> dict[str, Any]:
     def dense(x):
         return ops.sparse_decode(x["q"], x["kv"], 0, x["table"], x["length"] - 1, x["length"])
 
-    sparse = lambda x: attend(x, select(x))  # noqa: E731
-    return {"select": select, "attend": attend, "sparse": sparse, "dense": dense}
+    return {
+        "select": select,
+        "scattered": functools.partial(select, table="scattered"),
+        "top_k": functools.partial(select, ops=REFERENCE),
+        "attend": attend,
+        "sparse": lambda x: attend(x, select(x)),
+        "dense": dense,
+    }
 
 
 def check(ops: Ops, c: Case) -> dict[str, float]:
     """Share of page ids that differ from the reference's, and the largest errors of the output.
 
+    ids: of pages in order and of scattered ones.
     The reference runs on the host's CPU in float32: a TPU would round its products to bfloat16.
     Output and LSE are compared for the reference's own list.
     """
@@ -112,16 +124,16 @@ def check(ops: Ops, c: Case) -> dict[str, float]:
         host = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), x)
         host = {n: a.astype(jnp.float32) if a.ndim > 2 else a for n, a in host.items()}
         plain = parts(REFERENCE, c)
-        want = plain["select"](host)
+        want, other = plain["select"](host), plain["scattered"](host)
         expected = [np.asarray(a, np.float32) for a in plain["attend"](host, want)]
     kernel = parts(ops, c)
-    ids = np.asarray(jax.jit(kernel["select"])(x))
+    ids = [np.asarray(jax.jit(kernel[name])(x)) for name in ("select", "scattered")]
     got = jax.jit(kernel["attend"])(x, jnp.asarray(np.asarray(want)))
     error = [
         float(np.abs(np.asarray(a, np.float32) - b).max())
         for a, b in zip(got, expected, strict=True)
     ]
-    differ = float((ids != np.asarray(want)).mean())
+    differ = float((np.stack(ids) != np.stack([want, other])).mean())
     return {"ids_differ": differ, "out_error": error[0], "lse_error": error[1]}
 
 
@@ -154,18 +166,18 @@ def measure(ops: Ops, c: Case, peak: float) -> dict[str, Any]:
     functions = parts(ops, c)
     ids = jax.jit(functions["select"])(x)
     functions["attend"] = functools.partial(functions["attend"], ids=ids)
-    read = c.bytes_read
-    size = {
-        "select": read["select"],
-        "attend": read["sparse"],
-        "sparse": read["select"] + read["sparse"],
-        "dense": read["dense"],
-    }
+    size = c.bytes_read
+    size |= {"scattered": size["select"], "top_k": size["select"]}
+    size["sparse"] = size["select"] + size["attend"]
     for name, f in functions.items():
         time_ = seconds(f, x)
         speed = size[name] / time_ / 1e9
         out |= {f"{name}_us": time_ * 1e6, f"{name}_gb_per_s": speed, f"{name}_share": speed / peak}
-    return out | {"speedup": out["dense_us"] / out["sparse_us"]}
+    return out | {
+        "speedup": out["dense_us"] / out["sparse_us"],
+        "select_time": out["select_us"] / out["attend_us"],
+        "select_bytes": size["select"] / size["attend"],
+    }
 
 
 def text(r: dict[str, Any]) -> str:
@@ -174,7 +186,22 @@ def text(r: dict[str, Any]) -> str:
         f"{n} {r[f'{n}_us']:8.1f} us {r[f'{n}_gb_per_s']:6.0f} GB/s ({r[f'{n}_share']:4.0%})"
         for n in ("select", "attend", "dense")
     )
-    return f"{r['heads']:3} heads {r['context']:7} x {r['batch']:2}  {cells}  {r['speedup']:.2f}x"
+    return (
+        f"{r['heads']:3} heads {r['context']:7} x {r['batch']:2}  {cells}  {r['speedup']:.2f}x  "
+        f"select {r['select_time']:.0%} of attend (bytes {r['select_bytes']:.0%}); scattered "
+        f"{r['scattered_us']:.1f} us, XLA {r['top_k_us']:.1f} us"
+    )
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """How many rows reach each goal."""
+    out = [
+        f"{name} at {goal:.0%} of peak: {sum(r[f'{name}_share'] >= goal for r in rows)}"
+        for name, goal in GOALS.items()
+    ]
+    few = sum(r["select_time"] <= SELECT_SHARE for r in rows)
+    out.append(f"selection within {SELECT_SHARE:.0%} of attention: {few}")
+    return "; ".join(out) + f" of {len(rows)} rows"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,8 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.platform != "tpu":
         print(f"no TPU here (the device is {device.platform}); nothing was run. It would measure:")
         for c in cases():
-            gib = {n: f"{b / 2**30:.2f} GiB" for n, b in c.bytes_read.items()}
-            print(f"  {c.heads} heads, {c.batch} x {c.context} tokens, {c.selected} pages: {gib}")
+            mib = ", ".join(f"{n} {b / 2**20:.0f} MiB" for n, b in c.bytes_read.items())
+            size = f"{c.batch} x {c.context} tokens, {c.selected} pages"
+            print(f"  {c.heads} heads, {size}: {mib}")
         return 0
     peak = HBM_GB_PER_S.get(device.device_kind)
     if peak is None:
@@ -204,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for c in cases():
         rows.append(measure(kernels(), c, peak))
         print(text(rows[-1]), flush=True)
+    print(verdict(rows))
     if arguments.out:
         record = {"device": device.device_kind, "jax": jax.__version__, "rows": rows}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
