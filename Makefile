@@ -9,13 +9,16 @@ STUDY := runs/study
 CONFIG := configs/demo.py
 # The compiler of TPUs that fits the pinned jax; it needs no TPU.
 LIBTPU := libtpu==0.0.42
+# Of the torch half. PyPI's torch brings gigabytes of CUDA on Linux; a CPU build serves as well.
+TORCH := torch==2.13.0
+TRITON := triton==3.9.0
 export JAX_PLATFORMS ?= cpu
 # On CPU: programs are kept on disk, and compiled in half the time at the same speed of what they do.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study bench tpu-compile lint lock clean
+.PHONY: help demo test study bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +41,8 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 	@$(PIP) --no-deps -r requirements-test.lock
 	@$(PIP) pycosat==0.6.6 >$(VENV)/pycosat.log 2>&1 || echo "no C compiler: tests of reasoning-gym tasks will be skipped (see $(VENV)/pycosat.log)"
 	@$(PIP) --no-deps $(LIBTPU) >$(VENV)/libtpu.log 2>&1 || echo "no $(LIBTPU) for this machine: nothing will be compiled for TPU (see $(VENV)/libtpu.log)"
+	@$(PIP) $(TORCH)
+	@$(PIP) $(TRITON) >$(VENV)/triton.log 2>&1 || echo "no $(TRITON) for this machine: its kernels are not tested (see $(VENV)/triton.log)"
 	@touch $@
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -74,6 +79,10 @@ tpu-compile: $(VENV)/.test ## every kernel and whole programs, compiled for four
 	@mkdir -p runs
 	$(BIN)/python -m kernels_pallas.tpu_compile --out=runs/tpu-kernels.json
 	$(BIN)/python -m sparrow_jax.tpu_programs --out=runs/tpu-programs.json
+
+gpu-compile: $(VENV)/.test ## every Triton kernel, compiled for four GPU architectures without a GPU
+	@mkdir -p runs
+	$(BIN)/python -m kernels_triton.gpu_compile --out=runs/gpu-kernels.json
 
 lint: $(VENV)/.test ## format, sort and check the code; check who imports whom
 	$(BIN)/ruff check --fix .

@@ -100,8 +100,11 @@ def _output_file(flag: str, path: str) -> Path:
     return out
 
 
-def _backend(config: Config) -> str:
-    return importlib.import_module("common.setup").backend_package(config)
+def _learner(config: Config) -> str:
+    """Package of the learner; UserError if it or the configured engine is not installed."""
+    setup = importlib.import_module("common.setup")
+    setup.engine_package(config)
+    return setup.LEARNER
 
 
 def _use_core(number: int | None) -> None:
@@ -119,7 +122,7 @@ def _warmup(arguments: Arguments) -> None:
     from common import run_dir
 
     config = arguments.config()
-    package = _backend(config)
+    package = _learner(config)
     with run_dir.open_run(arguments.flags["run"], config, "warmup") as run:
         importlib.import_module(f"{package}.warmup").warmup(config, run)
 
@@ -128,7 +131,7 @@ def _train(arguments: Arguments) -> None:
     from common import run_dir
 
     config = arguments.config(_model_override(arguments))
-    _backend(config)
+    _learner(config)
     _use_core(arguments.flags["core"])
     with run_dir.open_run(arguments.flags["run"], config, "train") as run:
         importlib.import_module("common.loop").train(config, run)
@@ -136,7 +139,7 @@ def _train(arguments: Arguments) -> None:
 
 def _profile(arguments: Arguments) -> None:
     config = arguments.config(_model_override(arguments))
-    _backend(config)
+    _learner(config)
     out = _output_file("out", arguments.flags["out"])
     importlib.import_module("common.profiling").profile(config, out)
 
@@ -219,7 +222,7 @@ def _eval(arguments: Arguments) -> None:
         config = overrides.apply(config, changes)
     else:
         config = arguments.config(_model_override(arguments))
-    _backend(config)
+    _learner(config)
     evaluation = importlib.import_module("common.evaluation")
     evaluation.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
 
@@ -259,7 +262,7 @@ def _bench(arguments: Arguments) -> None:
         raise UserError(
             f"sparrow bench {' '.join(arguments.names)}: expected `sparrow bench decode`"
         )
-    package = _backend(Config())
+    package = _learner(Config())
     if arguments.flags["out"]:
         _output_file("out", arguments.flags["out"])
     importlib.import_module(f"{package}.bench").main(arguments.flags)

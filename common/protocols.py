@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from common.config import ModelConfig
 from common.schedule import Schedule
 from common.types import Prompt, Replay, Rollout, Scored, TrainBatch
 
@@ -97,7 +98,11 @@ class Checkpointer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What `build` returns. save_model writes an HF directory (config.json, model.safetensors)."""
+    """What `build` returns. save_model writes an HF directory (config.json, model.safetensors).
+
+    export_weights: the learner's params by name ("layers.q_LDNH"), as arrays with __dlpack__, for
+    an engine of another framework; they are valid until the next update.
+    """
 
     engine: RolloutEngine
     scorer: Scorer
@@ -105,4 +110,6 @@ class Backend:
     learner: Learner
     open_checkpoints: Callable[[Path], Checkpointer]
     save_model: Callable[[Path], None]
+    export_weights: Callable[[Any], Mapping[str, Any]]
+    geometry: ModelConfig
     description: Mapping[str, str]

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from common import schedule as schedules
@@ -17,12 +17,14 @@ from common.config import Config
 from common.errors import UserError
 from common.grading import GraderPool
 from common.prompts import PromptSource
-from common.protocols import Backend
+from common.protocols import Backend, RolloutEngine
 from common.run_dir import RunDir, atomic_write_text
 from common.schedule import Schedule
 from common.tasks import Task
 
-BACKENDS = {"jax": "sparrow_jax"}
+LEARNER = "sparrow_jax"
+"""Package of the learner, and of what goes with it: scorer, checkpoints."""
+ENGINES = {"jax": "sparrow_jax", "torch": "sparrow_torch"}
 """Package of each rollout engine that is built in; an engine has the name of its framework."""
 
 
@@ -38,16 +40,47 @@ class Parts:
     pool: GraderPool | None
 
 
-def backend_package(config: Config) -> str:
-    """Import name of the configured backend; UserError if it is not built in or not installed."""
+def engine_package(config: Config) -> str:
+    """Import name of the configured engine; UserError if it is not built in or not installed."""
     engine = config.rollout.engine
-    if engine not in BACKENDS:
+    if engine not in ENGINES:
         raise UserError(
-            f"--config.rollout.engine={engine}: not built in yet; use {', '.join(BACKENDS)}"
+            f"--config.rollout.engine={engine}: not built in yet; use {', '.join(ENGINES)}"
         )
-    if importlib.util.find_spec(engine) is None:
-        raise UserError(f"{engine} is not installed; run: pip install 'sparrow-rl[{engine}]'")
-    return BACKENDS[engine]
+    for framework in ("jax", engine):
+        if importlib.util.find_spec(framework) is None:
+            install = f"pip install 'sparrow-rl[{framework}]'"
+            raise UserError(f"{framework} is not installed; run: {install}")
+    return ENGINES[engine]
+
+
+def build_backend(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backend:
+    """Learner, scorer and engine; an engine of another framework gets the learner's weights."""
+    package = engine_package(config)
+    backend = importlib.import_module(LEARNER).build(
+        config, vocab_size=vocab_size, stop_ids=stop_ids
+    )
+    if config.rollout.engine == "jax":
+        return backend
+    engine = importlib.import_module(package).build_engine(
+        config, geometry=backend.geometry, stop_ids=stop_ids
+    )
+    return dataclasses.replace(
+        backend,
+        engine=ForeignEngine(engine, backend.export_weights),
+        description={**backend.description, "engine": engine.description},
+    )
+
+
+class ForeignEngine:
+    """An engine of another framework than the learner's, which takes the learner's weights."""
+
+    def __init__(self, engine: RolloutEngine, export_weights: Callable[[Any], Mapping[str, Any]]):
+        self.generate, self._engine, self._export = engine.generate, engine, export_weights
+
+    def load_weights(self, params: Any, version: int) -> None:
+        """The learner's params, in its own form."""
+        self._engine.load_weights(self._export(params), version)
 
 
 def resolve_schedule(config: Config) -> Schedule | None:
@@ -62,13 +95,11 @@ def resolve_schedule(config: Config) -> Schedule | None:
 @contextlib.contextmanager
 def open_parts(config: Config) -> Iterator[Parts]:
     """Everything that can be refused is refused here, the cheap checks first."""
-    package = backend_package(config)
+    engine_package(config)
     schedule = resolve_schedule(config)
     task = tasks.build_task(config.task, config.model.path)
     prompts = PromptSource(task, config.task, config.rollout)
-    backend = importlib.import_module(package).build(
-        config, vocab_size=task.vocab_size, stop_ids=task.stop_ids
-    )
+    backend = build_backend(config, vocab_size=task.vocab_size, stop_ids=task.stop_ids)
     with contextlib.ExitStack() as stack:
         pool = None
         if task.deadline_seconds is not None:

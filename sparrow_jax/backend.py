@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,8 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             learner.params,
             extra={} if geometry.path else {"eos_token_id": list(stop_ids)},
         ),
+        export_weights=export_weights,
+        geometry=geometry,
         description={
             "backend": f"jax {jax.__version__} on {device.platform} ({device.device_kind})",
             "compute dtype": jnp.dtype(dtype).name,
@@ -58,6 +61,12 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             "attention": nnx.merge(graph, params).ops.name,
         },
     )
+
+
+def export_weights(params: nnx.State) -> dict[str, Any]:
+    """Weights by name ("layers.q_LDNH"); numpy arrays where they lie on several devices."""
+    one = lambda x: len(x.sharding.device_set) == 1  # noqa: E731
+    return {name: x if one(x) else np.asarray(x) for name, x in hf.flat_weights(params).items()}
 
 
 def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:

@@ -1,14 +1,6 @@
-"""The paged KV cache: device arrays, and the host's book of who owns which physical page.
-
-Pages are handed out at admission for the whole length a row may reach, so a running row never waits
-for memory. Full prompt pages are shared by the samples of a group (counted references); the
-part-filled last prompt page is copied to each of them. Page 0 is the null page, owned by nobody.
-"""
+"""The arrays of the paged KV cache; common/pages.py keeps the book of who owns which page."""
 
 from __future__ import annotations
-
-import dataclasses
-import heapq
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +14,3 @@ def allocate(g: ModelConfig, num_pages: int, page_size: int, dtype) -> tuple[jax
     L, K, H = g.num_layers, g.num_kv_heads, g.head_dim
     kv = jnp.zeros((L, K, num_pages, *page_shape(page_size, H)), dtype)
     return kv, jnp.zeros((L, num_pages, *landmark_shape(K, H)), dtype)
-
-
-@dataclasses.dataclass
-class PagePool:
-    """Free list and reference counts of the physical pages 1 .. num_pages - 1."""
-
-    num_pages: int
-
-    def __post_init__(self) -> None:
-        self._free = list(range(1, self.num_pages))
-        self._references = [0] * self.num_pages
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """The `count` lowest free pages, each with one reference."""
-        assert count <= self.num_free, f"{count=} of {self.num_free} free pages"
-        pages = [heapq.heappop(self._free) for _ in range(count)]
-        for page in pages:
-            self._references[page] = 1
-        return pages
-
-    def share(self, pages: list[int]) -> None:
-        """One more owner for each of `pages`."""
-        for page in pages:
-            assert self._references[page] > 0, f"{page=} is free"
-            self._references[page] += 1
-
-    def release(self, pages: list[int]) -> None:
-        """One owner less; pages without owner are free again."""
-        for page in pages:
-            assert self._references[page] > 0, f"{page=} is free"
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                heapq.heappush(self._free, page)
-
-
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold num_tokens tokens."""
-    return -(-num_tokens // page_size)

@@ -1,104 +1,35 @@
-"""The rollout engine: slots, pages and samples on the host; the device programs are in decode.py.
+"""The rollout engine on JAX: common/paged_engine.py plans, the programs of decode.py run.
 
-Each prompt is prefilled once and densely, whatever the group size. Its samples enter free slots as
-other sequences finish. A slot's row owns its pages from admission to its last token.
+The cache is donated to each program, so it has one holder at a time.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common import noise
 from common.config import ModelConfig, RolloutConfig
-from common.protocols import Progress
-from common.schedule import NUM_RESERVED, Schedule
-from common.types import Prompt, Rollout
+from common.paged_engine import PREFILL_ROWS, Decoding, Drawn, PagedEngine
 from sparrow_jax import cache as kv_cache
 from sparrow_jax import decode
 
-PREFILL_ROWS = 8
-BUDGET_BINS = 32
 
-
-@dataclasses.dataclass
-class _Group:
-    """A prefilled prompt whose samples wait for slots."""
-
-    index: int
-    tokens: np.ndarray
-    pages: list[int]
-    hidden_row: int
-    waiting: collections.deque[int]
-
-
-@dataclasses.dataclass
-class _Slot:
-    """A running sample."""
-
-    row: int
-    pages: list[int]
-    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-    logps: list[np.ndarray] = dataclasses.field(default_factory=list)
-
-
-class Engine:
+class Engine(PagedEngine):
     """Paged, slot-refilling sampler of one policy (RolloutEngine of common/protocols.py)."""
 
     def __init__(self, graph, geometry: ModelConfig, config: RolloutConfig, stop_ids, dtype):
-        self.graph, self.geometry, self.config, self.dtype = graph, geometry, config, dtype
-        self.stop_ids = tuple(int(i) for i in stop_ids)
-        context = config.max_prompt_tokens + config.max_response_tokens
-        self.table_width = kv_cache.pages_for(context, config.page_size)
-        prompts = min(PREFILL_ROWS, config.num_slots)
-        enough = 1 + (config.num_slots + prompts) * self.table_width
-        self.num_pages = config.cache_pages or enough
-        if self.num_pages < 1 + 2 * self.table_width:
-            raise ValueError(
-                f"rollout.cache_pages={config.cache_pages}: one prompt and one sample of {context} "
-                f"tokens need {1 + 2 * self.table_width} pages; raise it or set 0"
-            )
-        self.params, self.version, self._cache = None, -1, None
+        super().__init__(config, stop_ids)
+        self.graph, self.geometry, self.dtype = graph, geometry, dtype
+        self._cache = None
 
-    def load_weights(self, params, version: int) -> None:
-        """Weights for the next rollouts. No page outlives a generate call: none gets stale."""
-        self.params, self.version = params, version
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        schedule: Schedule | None,
-        seed: int,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        progress: Progress | None = None,
-    ) -> Rollout:
-        """See RolloutEngine; temperature 0 decodes greedily."""
-        temperature = self.config.temperature if temperature is None else temperature
-        top_p = self.config.top_p if top_p is None else top_p
-        self._check(prompts, num_samples, schedule, temperature, top_p)
-        run = _Run(self, prompts, num_samples, schedule, seed)
-        run.temperature, run.top_p = temperature, top_p
-        start = time.perf_counter()
-        while run.unfinished:
-            run.admit()
-            run.decode_chunk()
-            if progress:
-                progress(run.num_done, len(run.rows))
-        run.stats["decode_seconds"] = time.perf_counter() - start
-        self._cache = run.cache
-        return run.collect()
+    def open(self) -> _Programs:
+        return _Programs(self)
 
     def take_cache(self):
-        """The pool; it is donated to each device call, so it has one holder at a time."""
+        """The pool of the last call, or a new one."""
         held, self._cache = self._cache, None
         if held is None or held[0].is_deleted():
             held = kv_cache.allocate(
@@ -106,199 +37,46 @@ class Engine:
             )
         return held
 
-    def _check(self, prompts, num_samples, schedule, temperature, top_p) -> None:
-        assert self.params is not None, "generate before load_weights"
-        if num_samples < 1 or not prompts:
-            raise ValueError(f"{num_samples=}, {len(prompts)=}: expected at least one of each")
-        if not temperature >= 0 or not 0 < top_p <= 1:
-            raise ValueError(
-                f"{temperature=}, {top_p=}: expected temperature >= 0 (0 = greedy), 0 < top_p <= 1"
-            )
-        for p in prompts:
-            limit = self.config.max_prompt_tokens
-            if not 1 <= len(p.tokens) <= limit:
-                raise ValueError(
-                    f"prompt {p.prompt_id} has {len(p.tokens)} tokens, expected 1 to {limit}; "
-                    "raise rollout.max_prompt_tokens or drop it"
-                )
-        if schedule is not None and schedule.page_size != self.config.page_size:
-            raise ValueError(
-                f"schedule for pages of {schedule.page_size} tokens, "
-                f"engine has rollout.page_size={self.config.page_size}"
-            )
+    def keep_cache(self, cache) -> None:
+        """For the next call."""
+        self._cache = cache
 
 
-class _Run:
-    """State of one generate call."""
+class _Programs:
+    """Device of common/paged_engine.py."""
 
-    def __init__(self, engine: Engine, prompts, num_samples: int, schedule, seed: int):
-        self.engine, self.prompts, self.config = engine, prompts, engine.config
-        self.rows = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
-        self.num_samples = num_samples
-        S, P = self.config.num_slots, engine.table_width
-        self.pool = kv_cache.PagePool(engine.num_pages)
-        self.cache = engine.take_cache()
-        self.prompt_queue = collections.deque(range(len(prompts)))
-        self.groups: list[_Group] = []
-        self.slots: list[_Slot | None] = [None] * S
-        self.table_SP = np.zeros((S, P), np.int32)
-        self.cached_S, self.limit_S = np.zeros(S, np.int32), np.zeros(S, np.int32)
-        self.key_S = np.zeros((2, S), np.uint32)
+    def __init__(self, engine: Engine):
+        self.engine, self.cache = engine, engine.take_cache()
         width = engine.geometry.hidden_size
-        self.hidden_SD = jnp.zeros((S, width), engine.dtype)
+        self.hidden_SD = jnp.zeros((engine.config.num_slots, width), engine.dtype)
         self.prompt_hidden = jnp.zeros((PREFILL_ROWS, width), engine.dtype)
-        ids = np.array([prompts[p].prompt_id for p, _ in self.rows], np.uint32)
-        self.row_keys = noise.row_key(seed, ids, np.array([s for _, s in self.rows], np.uint32))
-        self.done: dict[int, _Slot] = {}
-        self.stats = {"prefill_tokens": 0.0, "decode_tokens": 0.0, "decode_steps": 0.0}
-        self._plan(schedule)
 
-    def _plan(self, schedule: Schedule | None) -> None:
-        """Budget table and width of the page list; 0 = dense."""
-        P = self.engine.table_width
-        self.budgets, self.bin_tokens, self.max_selected = np.zeros(1, np.int32), 1, 0
-        if schedule is not None and not schedule.is_dense:
-            budgets = np.minimum(np.array(schedule.budgets, np.int32), P)
-            # The last budget holds beyond its bin; a padded table is one shape for all schedules.
-            self.budgets = np.pad(budgets, (0, -len(budgets) % BUDGET_BINS), mode="edge")
-            self.bin_tokens = schedule.bin_tokens
-            wanted = int(self.budgets.max()) + NUM_RESERVED
-            self.max_selected = min(P, -(-wanted // 16) * 16) if wanted < P else P
-
-    @property
-    def unfinished(self) -> bool:
-        return len(self.done) < len(self.rows)
-
-    @property
-    def num_done(self) -> int:
-        return len(self.done)
-
-    def admit(self) -> None:
-        """Fill free slots: samples of prefilled prompts first, then prefill further prompts."""
-        free = [i for i, slot in enumerate(self.slots) if slot is None]
-        self._flush(self._start_samples(free))
-        while free and self.prompt_queue and not self.groups and self._prefill(len(free)):
-            self._flush(self._start_samples(free))
-
-    def _start_samples(self, free: list[int]) -> list[tuple[int, int, int, int]]:
-        """Give slots and pages to waiting samples; (hidden row, slot, page from, page to) each."""
-        starts, C = [], self.config.page_size
-        for group in self.groups:
-            n = len(group.tokens)
-            shared = group.pages[: n // C]
-            own = kv_cache.pages_for(n + self.config.max_response_tokens, C) - len(shared)
-            while free and group.waiting and self.pool.num_free >= own:
-                slot, sample = free.pop(0), group.waiting.popleft()
-                pages = self.pool.take(own)
-                self.pool.share(shared)
-                row = group.index * self.num_samples + sample
-                self.slots[slot] = _Slot(row=row, pages=shared + pages)
-                self.table_SP[slot] = 0
-                self.table_SP[slot, : len(shared) + own] = shared + pages
-                self.cached_S[slot], self.limit_S[slot] = n, n + self.config.max_response_tokens
-                self.key_S[:, slot] = [k[row] for k in self.row_keys]
-                part = (group.pages[-1], pages[0]) if n % C else (0, 0)
-                starts.append((group.hidden_row, slot, *part))
-        return starts
-
-    def _flush(self, starts: list[tuple[int, int, int, int]]) -> None:
-        """Run the planned copies, then let go of prompts without waiting samples."""
-        if starts:
-            table = np.zeros((4, self.config.num_slots), np.int32)
-            table[:, : len(starts)] = np.array(starts, np.int32).T
-            self.cache, self.hidden_SD = decode.fork(
-                self.cache, self.hidden_SD, self.prompt_hidden, *table, len(starts)
-            )
-        for group in [g for g in self.groups if not g.waiting]:
-            self.pool.release(group.pages)
-            self.groups.remove(group)
-
-    def _prefill(self, num_free: int) -> int:
-        """Prefill the next prompts, as many as have a free slot and pages for one sample each."""
-        C, Tc = self.config.page_size, self.config.prefill_chunk
-        batch: list[_Group] = []
-        reserved = 0
-        while self.prompt_queue and len(batch) < min(PREFILL_ROWS, num_free):
-            tokens = np.asarray(self.prompts[self.prompt_queue[0]].tokens, np.int32)
-            need = kv_cache.pages_for(len(tokens), C)
-            sample = kv_cache.pages_for(len(tokens) + self.config.max_response_tokens, C)
-            if self.pool.num_free - reserved < need + sample:
-                break
-            reserved += sample
-            waiting = collections.deque(range(self.num_samples))
-            pages = self.pool.take(need)
-            batch.append(_Group(self.prompt_queue.popleft(), tokens, pages, len(batch), waiting))
-        table = np.zeros((PREFILL_ROWS, self.engine.table_width), np.int32)
-        for i, group in enumerate(batch):
-            table[i, : len(group.pages)] = group.pages
-        for start in range(0, max((len(g.tokens) for g in batch), default=0), Tc):
-            tokens, count = np.zeros((PREFILL_ROWS, Tc), np.int32), np.zeros(PREFILL_ROWS, np.int32)
-            for i, group in enumerate(batch):
-                piece = group.tokens[start : start + Tc]
-                tokens[i, : len(piece)], count[i] = piece, len(piece)
-            self.cache, self.prompt_hidden = decode.prefill(
-                self.engine.params, self.cache, tokens, np.full(PREFILL_ROWS, start, np.int32),
-                count, table, self.prompt_hidden, graph=self.engine.graph, dtype=self.engine.dtype,
-            )  # fmt: skip
-            self.stats["prefill_tokens"] += float(count.sum())
-        self.groups += batch
-        return len(batch)
-
-    def decode_chunk(self) -> None:
-        """Decode on the device for a while, then take what was sampled and free finished slots."""
-        config, engine = self.config, self.engine
-        active = np.array([slot is not None for slot in self.slots])
-        assert active.any(), "no runnable row: the page pool is too small"
-        out = decode.decode(
-            engine.params, self.cache, self.hidden_SD, active, self.cached_S, self.limit_S,
-            tuple(self.key_S), self.table_SP, self.budgets, np.int32(self.bin_tokens),
-            np.float32(self.temperature or 1.0), np.float32(self.top_p),
-            graph=engine.graph, dtype=engine.dtype, num_tokens=config.decode_chunk,
-            stop_ids=engine.stop_ids, max_selected=self.max_selected,
-            num_dense=config.num_dense_layers, greedy=self.temperature == 0, nucleus=self.top_p < 1,
+    def prefill(self, tokens_BT, start_B, num_new_B, page_table_BP) -> None:
+        engine = self.engine
+        self.cache, self.prompt_hidden = decode.prefill(
+            engine.params, self.cache, tokens_BT, start_B, num_new_B, page_table_BP,
+            self.prompt_hidden, graph=engine.graph, dtype=engine.dtype,
         )  # fmt: skip
-        self.cache, self.hidden_SD = out[0], out[1]
-        still, cached, tokens, logps, drawn = jax.device_get(out[2:])
-        self.cached_S = np.array(cached)
-        self.stats["decode_tokens"] += float(drawn.sum())
-        self.stats["decode_steps"] += float(drawn.max())
-        for i in np.flatnonzero(active):
-            slot = self.slots[i]
-            slot.tokens.append(tokens[i, : drawn[i]])
-            slot.logps.append(logps[i, : drawn[i]])
-            if not still[i]:
-                self.pool.release(slot.pages)
-                self.done[slot.row] = slot
-                self.slots[i] = None
 
-    def collect(self) -> Rollout:
-        """Padded arrays in row order."""
-        B = len(self.rows)
-        prompts = [self.prompts[p] for p, _ in self.rows]
-        tokens = [np.concatenate(self.done[r].tokens) for r in range(B)]
-        prompt_len = np.array([len(p.tokens) for p in prompts], np.int32)
-        total_len = prompt_len + np.array([len(t) for t in tokens], np.int32)
-        T = int(total_len.max())
-        out = np.zeros((B, T), np.int32)
-        logp = np.zeros((B, T), np.float32)
-        for r in range(B):
-            n = prompt_len[r]
-            out[r, :n] = prompts[r].tokens
-            out[r, n : total_len[r]] = tokens[r]
-            logp[r, n : total_len[r]] = np.concatenate(self.done[r].logps)
-        position = np.arange(T)
-        mask = (position >= prompt_len[:, None]) & (position < total_len[:, None])
-        finished = np.array([t[-1] in self.engine.stop_ids for t in tokens])
-        return Rollout(
-            prompts=prompts,
-            group_B=np.array([p for p, _ in self.rows], np.int32),
-            sample_B=np.array([s for _, s in self.rows], np.int32),
-            tokens_BT=out,
-            response_mask_BT=mask,
-            logp_sparse_BT=logp,
-            prompt_len_B=prompt_len,
-            total_len_B=total_len,
-            finished_B=finished,
-            version_BT=np.where(mask, self.engine.version, -1).astype(np.int32),
-            stats=self.stats,
+    def fork(self, starts: Sequence[tuple[int, int, int, int]]) -> None:
+        table = np.zeros((4, self.engine.config.num_slots), np.int32)
+        table[:, : len(starts)] = np.array(starts, np.int32).T
+        self.cache, self.hidden_SD = decode.fork(
+            self.cache, self.hidden_SD, self.prompt_hidden, *table, len(starts)
         )
+
+    def decode(self, d: Decoding) -> Drawn:
+        engine = self.engine
+        out = decode.decode(
+            engine.params, self.cache, self.hidden_SD, d.active_S, d.cached_S, d.limit_S, d.key_S,
+            d.page_table_SP, d.budgets, np.int32(d.bin_tokens), np.float32(d.temperature or 1.0),
+            np.float32(d.top_p), graph=engine.graph, dtype=engine.dtype,
+            num_tokens=engine.config.decode_chunk, stop_ids=engine.stop_ids,
+            max_selected=d.max_selected, num_dense=engine.config.num_dense_layers,
+            greedy=d.temperature == 0, nucleus=d.top_p < 1,
+        )  # fmt: skip
+        self.cache, self.hidden_SD = out[:2]
+        return Drawn(*jax.device_get(out[2:]))
+
+    def close(self) -> None:
+        self.engine.keep_cache(self.cache)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from common.config import ModelConfig
+from common.geometry import layer_shapes
 from kernels_pallas.ops import REFERENCE, Ops
 from kernels_pallas.reference import logical_pages
 from sparrow_jax import induction_init
@@ -40,27 +41,6 @@ PARTITION = {
     "q_norm_LH": P(None, None),
     "k_norm_LH": P(None, None),
 }
-
-
-def layer_shapes(g: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each stacked layer parameter."""
-    L, D, F, N, K, H = (
-        g.num_layers, g.hidden_size, g.intermediate_size, g.num_heads, g.num_kv_heads, g.head_dim,
-    )  # fmt: skip
-    shapes = {
-        "attn_norm_LD": (L, D),
-        "mlp_norm_LD": (L, D),
-        "q_LDNH": (L, D, N, H),
-        "k_LDKH": (L, D, K, H),
-        "v_LDKH": (L, D, K, H),
-        "o_LNHD": (L, N, H, D),
-        "gate_LDF": (L, D, F),
-        "up_LDF": (L, D, F),
-        "down_LFD": (L, F, D),
-    }
-    if g.qk_norm:
-        shapes |= {"q_norm_LH": (L, H), "k_norm_LH": (L, H)}
-    return shapes
 
 
 def draw(rng: np.random.Generator | None, shape: tuple[int, ...], scale: float) -> np.ndarray:

@@ -21,6 +21,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Stay off the accelerator unless its tests are asked for with -m gpu or -m tpu."""
     if config.getoption("markexpr") not in ("gpu", "tpu"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would wait for each other
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: at the end, one worker would wait for it."""
+    items.sort(key=lambda item: item.path.name != "test_tpu_compile.py")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Half the time of XLA's compilation; the logic is the same."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ class Fake:
             learner=self,
             open_checkpoints=lambda path: self,
             save_model=lambda path: self.log.append("save model"),
+            export_weights=lambda params: {"weights": params},
+            geometry=self.config.model,
             description={"backend": "fake"},
         )
 
@@ -153,7 +155,7 @@ def train(tmp_path, monkeypatch):
         def build(config, *, vocab_size, stop_ids):
             return fake.parts()
 
-        monkeypatch.setitem(setup.BACKENDS, "jax", "fake_backend")
+        monkeypatch.setattr(setup, "LEARNER", "fake_backend")
         monkeypatch.setitem(sys.modules, "fake_backend", types.SimpleNamespace(build=build))
         monkeypatch.setattr(
             tasks, "score", lambda task, rollout, pool: (reward or by_tokens)(rollout)

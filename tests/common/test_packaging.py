@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ["common", "configs", "kernels_pallas", "sparrow_jax"]
+PACKAGES = [
+    "common", "configs", "kernels_pallas", "kernels_triton", "sparrow_jax", "sparrow_torch",
+]  # fmt: skip
 FRAMEWORKS = ["jax", "jaxlib", "flax", "optax", "orbax", "torch", "tensorflow", "transformers"]
 
 
@@ -102,13 +104,15 @@ def test_common_loads_neither_jax_nor_torch_even_through_a_library():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("package", ["common", "kernels_pallas", "sparrow_jax"])
+@pytest.mark.parametrize("package", [p for p in PACKAGES if p != "configs"])
 def test_what_a_package_imports_is_declared(package):
     """Every third-party module imported anywhere belongs to a declared dependency."""
     extras = PROJECT["project"]["optional-dependencies"]
     declared = {normal(r) for r in PROJECT["project"]["dependencies"] + extras["data"]}
-    if package != "common":
+    if package in ("kernels_pallas", "sparrow_jax"):
         declared |= {normal(r) for r in extras["jax"]} | {"jax"}
+    if package in ("kernels_triton", "sparrow_torch"):
+        declared |= {normal(r) for r in extras["torch"] + extras["triton"]}
     distribution = {"absl": "absl-py", "orbax": "orbax-checkpoint", "ml_dtypes": "ml-dtypes"}
     distribution |= {"reasoning_gym": "reasoning-gym", "jinja2": "jinja2"}
     for path in (ROOT / package).rglob("*.py"):

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from common import paged_engine
 from common.config import ModelConfig, RolloutConfig
+from common.pages import PagePool, pages_for
 from common.schedule import DENSE, Schedule
 from common.types import Prompt
 from sparrow_jax import cache as kv_cache
@@ -24,7 +26,7 @@ G = ModelConfig(
     head_dim=8, rope_theta=1e4, qk_gain=2.0,
 )  # fmt: skip
 PAGE, MAX_PROMPT, MAX_RESPONSE = 4, 24, 26
-WIDTH = kv_cache.pages_for(MAX_PROMPT + MAX_RESPONSE, PAGE)  # 13 pages
+WIDTH = pages_for(MAX_PROMPT + MAX_RESPONSE, PAGE)  # 13 pages
 STOP = [7, 11]
 SPARSE = Schedule(page_size=PAGE, bin_tokens=16, budgets=(0, 1, 2))
 OTHER = Schedule(page_size=PAGE, bin_tokens=8, budgets=(3, 0, 1))
@@ -244,7 +246,7 @@ def test_stale_pages_of_an_earlier_call_are_never_read():
 def test_all_pages_come_back(monkeypatch):
     pools = []
 
-    class Recorded(kv_cache.PagePool):
+    class Recorded(PagePool):
         def __post_init__(self):
             super().__post_init__()
             self.least = self.num_free
@@ -255,7 +257,7 @@ def test_all_pages_come_back(monkeypatch):
             self.least = min(self.least, self.num_free)
             return pages
 
-    monkeypatch.setattr(kv_cache, "PagePool", Recorded)
+    monkeypatch.setattr(paged_engine, "PagePool", Recorded)
     generate(make(), schedule=SPARSE)
     generate(make(**SETTINGS["smallest pool"]), num_samples=5)
     for pool in pools:
@@ -264,7 +266,7 @@ def test_all_pages_come_back(monkeypatch):
 
 
 def test_page_pool_counts_owners():
-    pool = kv_cache.PagePool(5)
+    pool = PagePool(5)
     a, b = pool.take(2), pool.take(1)
     assert (a, b, pool.num_free) == ([1, 2], [3], 1)
     pool.share([1])

@@ -1,6 +1,7 @@
 """Model directories of Hugging Face: layouts against hand-placed tensors, refusals, writes."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from common import oracles
 from common.errors import UserError
+from common.hf import read_geometry
 from sparrow_jax import hf
 from sparrow_jax.model import Decoder
 
@@ -180,7 +183,7 @@ def test_half_precision_is_read_exactly_and_written_back_in_bfloat16(tmp_path, d
 
 
 def load_bf16(path):
-    with hf.safe_open(path / "model.safetensors", "np") as file:
+    with safe_open(path / "model.safetensors", "np") as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
@@ -190,12 +193,12 @@ def test_geometry_defaults(tmp_path):
         del config[key]
     config |= {"hidden_size": 24, "rope_scaling": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    g = hf.read_geometry(tmp_path)
+    g = read_geometry(tmp_path)
     # head_dim = 24 / 4 heads; Llama's rope_theta
     assert (g.head_dim, g.num_kv_heads, g.rope_theta, g.tie_embeddings) == (6, N, 1e4, False)
     config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert hf.read_geometry(tmp_path).rope_theta == 7e5
+    assert read_geometry(tmp_path).rope_theta == 7e5
 
 
 @pytest.mark.parametrize(
@@ -327,7 +330,7 @@ def test_saving_again_is_all_or_nothing(tmp_path, monkeypatch):
     hf.save(tmp_path / "b", geometry, params)
     other = jax.tree.map(lambda x: x + 1, params)
     with monkeypatch.context() as patch:
-        patch.setattr(hf.os, "fsync", interrupt)
+        patch.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):
             hf.save(tmp_path / "b", geometry, other)
     assert_equal(flat(hf.load(tmp_path / "b")[1]), flat(params))
@@ -344,7 +347,7 @@ def test_new_weights_never_meet_the_config_of_others(tmp_path, monkeypatch):
     geometry, params = hf.load(write(tmp_path / "a", config, tensors))
     faster, _ = hf.load(write(tmp_path / "a", config | {"rope_theta": 10.0}, tensors))
     hf.save(tmp_path / "b", geometry, params)
-    monkeypatch.setattr(hf, "atomic_write_text", interrupt)
+    monkeypatch.setattr("common.hf.atomic_write_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hf.save(tmp_path / "b", faster, params)
     with pytest.raises(UserError, match="config.json: no such file"):
@@ -374,7 +377,7 @@ def test_save_refuses_what_does_not_fit(tmp_path):
         hf.save(tmp_path / "b", geometry, params, dtype="int8")
     pure = nnx.to_pure_dict(params)
     pure["layers"]["o_LNHD"] = pure["layers"]["o_LNHD"][:1]
-    with pytest.raises(ValueError, match=r"'o_LNHD'.*\(2, 4, 8, 6\).*got \(1, 4, 8, 6\)"):
+    with pytest.raises(ValueError, match=r"'layers.o_LNHD'.*\(2, 4, 8, 6\).*got \(1, 4, 8, 6\)"):
         hf.save(tmp_path / "b", geometry, pure)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file: cannot be written"):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from common import oracles
 from common.config import ModelConfig
+from common.pages import pages_for
 from common.schedule import Schedule
 from sparrow_jax import cache as kv_cache
 from sparrow_jax.model import Decoder
@@ -101,7 +102,7 @@ class Cached:
 
     def __init__(self, model, rows, length, **kwargs):
         g = model.geometry
-        width = kv_cache.pages_for(length, PAGE) + 1
+        width = pages_for(length, PAGE) + 1
         num = 1 + rows * width
         order = 1 + np.random.default_rng(0).permutation(num - 1)
         self.table = order.reshape(rows, width).astype(np.int32)

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
@@ -271,10 +272,8 @@ def check_overlap(acceptance_overlap, temperature):
     close(logp, oracles.token_logprob(logits[1], token, temperature)[0], "log-prob, sparse")
 
 
-def check_gradient(f, f64, args, seed=4, num=3):
-    """Gradients of the scalar f (float32, JAX) against central differences of the oracle f64."""
-    grad = jax.jit(jax.grad(f, argnums=tuple(range(len(args)))), compiler_options=QUICK)
-    grads = grad(*map(jnp.asarray, args))
+def check_gradient(grads, f64, args, seed=4, num=3):
+    """Gradients of a scalar in each of args against central differences of the oracle f64."""
     rng, eps = np.random.default_rng(seed), 1e-5
     args = [np.float64(a) for a in args]
     for _ in range(num):
@@ -284,3 +283,41 @@ def check_gradient(f, f64, args, seed=4, num=3):
             got, want = np.sum(np.float64(grad) * d), (up - down) / (2 * eps)
             scale = np.linalg.norm(grad) + 1e-6
             assert abs(got - want) < 1e-4 * scale, f"argument {i}: {got} instead of {want}"
+
+
+def jax_gradients(f, args, weights):
+    """Of sum(weights . f(args)) in each of args; f gives an array or as many as weights."""
+
+    def scalar(*args):
+        out = f(*args)
+        out = out if isinstance(out, tuple) else (out,)
+        return sum((x * w).sum() for x, w in zip(out, weights, strict=True))
+
+    grad = jax.grad(scalar, argnums=tuple(range(len(args))))
+    return jax.jit(grad, compiler_options=QUICK)(*map(jnp.asarray, args))
+
+
+def torch_gradients(f, args, weights):
+    """The same for a torch operation f of numpy arguments (tensors where they need a gradient)."""
+    tensors = [torch.from_numpy(np.array(a)).requires_grad_() for a in args]
+    out = f(*tensors)
+    out = out if isinstance(out, tuple) else (out,)
+    pairs = zip(out, weights, strict=True)
+    sum((x * torch.from_numpy(np.float32(w))).sum() for x, w in pairs).backward()
+    return [x.grad.numpy() for x in tensors]
+
+
+def tensor(x):
+    """A copy as a tensor, if it is an array."""
+    return torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray) else x
+
+
+def on_torch(f, **options):
+    """A torch operation as the checks above call it: numpy arrays in, numpy arrays out."""
+
+    def run(*args, **kwargs):
+        kwargs = {name: tensor(x) for name, x in kwargs.items()}
+        out = f(*map(tensor, args), **kwargs, **options)
+        return tuple(x.numpy() for x in out) if isinstance(out, tuple) else out.numpy()
+
+    return run

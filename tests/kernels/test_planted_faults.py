@@ -6,7 +6,7 @@ import pytest
 
 from kernels_pallas import reference as ops
 from tests.kernels import ladder
-from tests.kernels import test_reference as reference
+from tests.kernels.test_reference import JAX as reference
 
 LENGTHS = [0, 1, 4, 5, 21, 43]
 K = [2] * len(LENGTHS)
@@ -304,7 +304,6 @@ def test_head():
 
 
 def test_gradient():
-    def halved(x):
-        return jnp.sum(jnp.sin(x)) * 0.5
-
-    rejects(ladder.check_gradient, halved, lambda x: np.sum(np.sin(x)), [np.arange(3.0)])
+    x = np.arange(3.0)
+    ladder.check_gradient([np.cos(x)], lambda x: np.sum(np.sin(x)), [x])
+    rejects(ladder.check_gradient, [np.cos(x) / 2], lambda x: np.sum(np.sin(x)), [x])

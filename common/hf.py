@@ -1,0 +1,389 @@
+"""Hugging Face model directories: config.json and safetensors, in and out.
+
+A linear layer of Hugging Face is [out, in] and one tensor per layer; ours is [in, out], with the
+heads as an axis of their own and the layers stacked: `q_proj.weight` [N H, D] of each layer becomes
+one `q_LDNH`. Both sides pair RoPE dimension i with i + H / 2, so no other permutation is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from common.config import ModelConfig
+from common.errors import UserError
+from common.geometry import param_shapes
+from common.run_dir import atomic_write_text
+
+_MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+_TENSORS = {
+    "embed_VD": "model.embed_tokens.weight",
+    "head_VD": "lm_head.weight",
+    "final_norm_D": "model.norm.weight",
+    "attn_norm_LD": "input_layernorm",
+    "mlp_norm_LD": "post_attention_layernorm",
+    "q_LDNH": "self_attn.q_proj",
+    "k_LDKH": "self_attn.k_proj",
+    "v_LDKH": "self_attn.v_proj",
+    "o_LNHD": "self_attn.o_proj",
+    "gate_LDF": "mlp.gate_proj",
+    "up_LDF": "mlp.up_proj",
+    "down_LFD": "mlp.down_proj",
+    "q_norm_LH": "self_attn.q_norm",
+    "k_norm_LH": "self_attn.k_norm",
+}
+_PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_PLAIN |= {"quantization_config": None, "partial_rotary_factor": 1}
+_READ_DTYPES = ("F32", "F16", "BF16")
+_WRITE_DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
+Weights = Iterator[tuple[str, np.ndarray]]
+_CARRIED_KEYS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+_CARRIED_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def read_geometry(path: str | Path) -> ModelConfig:
+    """Geometry from config.json: Qwen3ForCausalLM (QK norm) or LlamaForCausalLM (none).
+
+    What Llama's config may leave out gets Llama's defaults: num_key_value_heads = heads,
+    head_dim = hidden_size / heads, rope_theta = 10000. UserError for a missing or ill-typed key and
+    for what our decoder does not compute: scaled RoPE, biases, sliding windows, other activations,
+    quantized weights, other architectures.
+    """
+    where = Path(path) / "config.json"
+    if not where.is_file():
+        raise UserError(f"{where}: no such file; expected a Hugging Face model directory")
+    config = _read_object(where)
+    architecture = _architecture(config, where)
+    if architecture == "LlamaForCausalLM":
+        config = _with_llama_defaults(config)
+    fields = {ours: _number(config, key, where, int) for ours, key in _SIZES.items()}
+    _refuse_unsupported(config, architecture, where)
+    fields["rope_theta"] = _number(_flat_rope(config), "rope_theta", where, float)
+    fields["norm_eps"] = _number(config, "rms_norm_eps", where, float)
+    fields["qk_norm"] = architecture == "Qwen3ForCausalLM"
+    fields["tie_embeddings"] = tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise UserError(f"{where}: tie_word_embeddings={tied!r}, expected true or false")
+    try:
+        return ModelConfig(path=str(path), **fields)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def load(path: str | Path, dtype: Any = np.float32) -> tuple[ModelConfig, Weights]:
+    """Geometry, and weights in `dtype` by name ("layers.q_LDNH"), read as they are taken.
+
+    Reads model.safetensors, or the shards that model.safetensors.index.json lists; float32,
+    float16 and bfloat16 tensors. One stacked parameter and one tensor are in host memory at a time.
+    UserError, before any weight is read, for a tensor that is missing, not part of the model, or of
+    another shape or type, and for a damaged file.
+    """
+    path = Path(path)
+    geometry = read_geometry(path)
+    tensors = _open_tensors(path)
+    slots = list(_slots(geometry))
+    _check_tensors(path, tensors, slots, geometry)
+    groups = itertools.groupby(slots, key=lambda slot: slot.param)
+    return geometry, ((name, _read_param(tensors, list(group), dtype)) for name, group in groups)
+
+
+def save(
+    path: str | Path,
+    geometry: ModelConfig,
+    params: Mapping[str, Any],
+    dtype: str = "float32",
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json and model.safetensors, which transformers and vLLM open as they are.
+
+    params: arrays by name ("layers.q_LDNH"). extra: more entries of config.json (eos_token_id).
+    If the model came from a directory (geometry.path), its special tokens, context length and
+    tokenizer files go along. Each file is replaced whole, config.json last: a directory with one
+    holds the weights that belong to it. ValueError for an unknown dtype or other shapes.
+    """
+    if dtype not in _WRITE_DTYPES:
+        raise ValueError(f"{dtype=}: expected one of {tuple(_WRITE_DTYPES)}")
+    slots = list(_slots(geometry))
+    _check_params(params, slots)
+    config = json.dumps(_config(geometry, dtype, extra), indent=2, ensure_ascii=True) + "\n"
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _carry_files(geometry.path, path)
+        old = path / "config.json"
+        if old.is_file() and old.read_bytes() != config.encode():
+            old.unlink()
+        _write_tensors(path / "model.safetensors", params, slots, dtype)
+        atomic_write_text(path / "config.json", config)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); name another") from error
+
+
+class _Slot(NamedTuple):
+    """One tensor of the directory and its place in a parameter of ours."""
+
+    param: str
+    layer: int | None
+    tensor: str
+    shape: tuple[int, ...]
+    hf_shape: tuple[int, ...]
+
+
+def _slots(geometry: ModelConfig) -> Iterator[_Slot]:
+    """All tensors of a model, parameter by parameter."""
+    for name, shape in param_shapes(geometry).items():
+        own = name.removeprefix("layers.")
+        if own == name:
+            yield _Slot(name, None, _TENSORS[own], shape, shape)
+            continue
+        for layer in range(geometry.num_layers):
+            tensor = f"model.layers.{layer}.{_TENSORS[own]}.weight"
+            yield _Slot(name, layer, tensor, shape[1:], _hf_shape(own, shape[1:]))
+
+
+def _hf_shape(param: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[out, in] of a linear layer; a vector stays as it is. Only o has two input axes."""
+    if len(shape) == 1:
+        return shape
+    split = 2 if param == "o_LNHD" else 1
+    return (math.prod(shape[split:]), math.prod(shape[:split]))
+
+
+def _read_param(tensors: Mapping[str, Any], slots: list[_Slot], dtype: Any) -> np.ndarray:
+    """One parameter: its only tensor, or those of all layers, turned and stacked."""
+    first = slots[0]
+    if first.layer is None:
+        return tensors[first.tensor].get_tensor(first.tensor).astype(dtype)
+    stack = np.empty((len(slots), *first.shape), dtype)
+    for slot in slots:
+        stack[slot.layer] = tensors[slot.tensor].get_tensor(slot.tensor).T.reshape(slot.shape)
+    return stack
+
+
+def _write_tensors(path: Path, params: Mapping[str, Any], slots: list[_Slot], dtype: str) -> None:
+    """A safetensors file (length of the header, JSON header, data), written tensor by tensor."""
+    label, numpy_dtype = _WRITE_DTYPES[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for slot in slots:
+        begin, end = end, end + math.prod(slot.shape) * np.dtype(numpy_dtype).itemsize
+        header[slot.tensor] = {"dtype": label, "shape": slot.hf_shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, group in itertools.groupby(slots, key=lambda slot: slot.param):
+            value = np.asarray(params[name])
+            for slot in group:
+                x = value if slot.layer is None else value[slot.layer]
+                if slot.layer is not None:
+                    x = x.reshape(slot.hf_shape[::-1]).T
+                file.write(np.ascontiguousarray(x, numpy_dtype).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _open_tensors(path: Path) -> dict[str, Any]:
+    """Tensor name -> the opened (memory-mapped) file that holds it."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        weight_map = _read_object(index).get("weight_map")
+        ok = isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())
+        if not ok or not weight_map:
+            raise UserError(f"{index}: has no weight_map; expected tensor names and their files")
+        files = [path / name for name in sorted(set(weight_map.values()))]
+    else:
+        raise UserError(
+            f"{path}: holds neither {single.name} nor {index.name}; "
+            "expected a model saved by save_pretrained"
+        )
+    tensors = {}
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; {index.name} lists it, copy it here")
+        try:
+            opened = safe_open(file, "np")
+        except SafetensorError as error:
+            raise UserError(f"{file}: damaged ({error}); copy it anew") from error
+        tensors |= dict.fromkeys(opened.keys(), opened)
+    return tensors
+
+
+def _check_tensors(
+    path: Path, tensors: Mapping[str, Any], slots: list[_Slot], geometry: ModelConfig
+) -> None:
+    for slot in slots:
+        if slot.tensor not in tensors:
+            raise UserError(
+                f"{path}: tensor {slot.tensor} {list(slot.hf_shape)} is missing; "
+                "config.json says that the model has it"
+            )
+        found = tensors[slot.tensor].get_slice(slot.tensor)
+        if tuple(found.get_shape()) != slot.hf_shape:
+            raise UserError(
+                f"{path}: tensor {slot.tensor} expected shape {list(slot.hf_shape)} by "
+                f"config.json, found {list(found.get_shape())}"
+            )
+        if found.get_dtype() not in _READ_DTYPES:
+            raise UserError(
+                f"{path}: tensor {slot.tensor} expected one of the types "
+                f"{', '.join(_READ_DTYPES)}, found {found.get_dtype()}"
+            )
+    unknown = sorted(set(tensors) - {slot.tensor for slot in slots})
+    unknown = [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]
+    if geometry.tie_embeddings:
+        unknown = [name for name in unknown if name != _TENSORS["head_VD"]]
+    if unknown:
+        raise UserError(
+            f"{path}: tensor {unknown[0]} is not part of the model that config.json describes "
+            f"({geometry.num_layers} layers); check config.json"
+        )
+
+
+def _check_params(params: Mapping[str, Any], slots: list[_Slot]) -> None:
+    layers = 1 + max(slot.layer or 0 for slot in slots)
+    for slot in slots:
+        expected = slot.shape if slot.layer is None else (layers, *slot.shape)
+        found = np.shape(params[slot.param]) if slot.param in params else None
+        if found != expected:
+            raise ValueError(
+                f"params[{slot.param!r}] expected shape {expected} by the geometry, got {found}"
+            )
+
+
+def _config(geometry: ModelConfig, dtype: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json."""
+    architecture = "Qwen3ForCausalLM" if geometry.qk_norm else "LlamaForCausalLM"
+    config: dict[str, Any] = {"max_position_embeddings": 32768}
+    config |= {"bos_token_id": None, "eos_token_id": None}
+    source = Path(geometry.path) / "config.json"
+    if geometry.path and source.is_file():
+        carried = _read_object(source)
+        config |= {key: carried[key] for key in _CARRIED_KEYS if key in carried}
+    config |= extra or {}
+    config |= {key: getattr(geometry, ours) for ours, key in _SIZES.items()}
+    config |= {
+        "architectures": [architecture],
+        "model_type": _MODEL_TYPES[architecture],
+        "hidden_act": "silu",
+        "rms_norm_eps": geometry.norm_eps,
+        "rope_theta": geometry.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "tie_word_embeddings": geometry.tie_embeddings,
+        "torch_dtype": dtype,
+    }
+    if geometry.qk_norm:
+        return config | {"use_sliding_window": False, "sliding_window": None}
+    return config | {"mlp_bias": False}
+
+
+def _carry_files(source: str, path: Path) -> None:
+    if not source or Path(source).resolve() == path.resolve():
+        return
+    for name in _CARRIED_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, path / name)
+
+
+def _architecture(config: Mapping[str, Any], where: Path) -> str:
+    found = config.get("architectures")
+    if not found:
+        found = [a for a, t in _MODEL_TYPES.items() if t == config.get("model_type")]
+    if found not in ([a] for a in _MODEL_TYPES):
+        raise UserError(
+            f"{where}: architectures={found!r} is not supported; "
+            f"expected one of {', '.join(_MODEL_TYPES)}"
+        )
+    return found[0]
+
+
+def _with_llama_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama's own defaults for what its older configs leave out or set to null."""
+    config = {key: value for key, value in config.items() if value is not None}
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    defaults = {"rope_theta": 10000.0, "num_key_value_heads": heads}
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        defaults["head_dim"] = hidden // heads
+    return defaults | config
+
+
+def _refuse_unsupported(config: Mapping[str, Any], architecture: str, where: Path) -> None:
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            raise UserError(f"{where}: {key}={config[key]!r} is not supported; expected {plain!r}")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        known = isinstance(rope, dict) and not any(isinstance(v, dict) for v in rope.values())
+        kind = rope.get("rope_type", rope.get("type", "default")) if known else None
+        if kind != "default" or rope.get("partial_rotary_factor", 1) not in (1, None):
+            raise UserError(f"{where}: {key}={rope!r} is not supported; expected plain RoPE")
+    if architecture == "Qwen3ForCausalLM" and _slides(config):
+        raise UserError(
+            f"{where}: some layers use a sliding window, which is not supported; "
+            "expected use_sliding_window=false and full attention in all layers"
+        )
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    """True if a layer of a Qwen3 model reads only a window."""
+    types = config.get("layer_types")
+    if types:
+        return any(kind != "full_attention" for kind in types)
+    if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None:
+        return False
+    full = config.get("max_window_layers", 28)
+    return not isinstance(full, int) or full < config["num_hidden_layers"]
+
+
+def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the entries of rope_parameters, where transformers 5 keeps rope_theta."""
+    return {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _number(config: Mapping[str, Any], key: str, where: Path, kind: type) -> Any:
+    """A required positive number."""
+    value = config.get(key)
+    if value is None:
+        raise UserError(f"{where}: key {key} is missing; expected a number")
+    allowed = (int, float) if kind is float else int
+    ok = isinstance(value, allowed) and not isinstance(value, bool)
+    if not ok or not 0 < value < math.inf:
+        raise UserError(f"{where}: {key}={value!r}, expected a positive {kind.__name__}")
+    return kind(value)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is no JSON ({error}); copy it anew") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""Triton kernels of block-sparse attention for GPU; torch and triton only."""

@@ -1,0 +1,400 @@
+"""Causal attention over whole sequences, dense or by pages (replay), with backward.
+
+    s = q k^T / sqrt(H),  p = exp(s - lse),  lse = log sum_keys exp(s),  out = p v
+    delta = sum_h(out do),  ds = p (do v^T - delta),  dv = p^T do,  dk = ds^T q / sqrt(H),
+    dq = ds k / sqrt(H)
+
+As FlashAttention-2 (arXiv 2307.08691). Forward and dq: grid (blocks of queries, B x N); a program
+owns a block of queries of one head and walks the blocks of keys up to the diagonal; the longest
+walks start first. dk and dv, a launch each: grid (blocks of keys, B x K); a program owns a block of
+keys of one KV head and walks the blocks of queries from the diagonal on, for every head of the
+group, so that the sum over the group stays in registers. dk and dv together would save one of eight
+products of the backward pass, but at H = 128 two such sums do not fit beside the scores (ptxas
+spills). Forward, only blocks that the diagonal crosses compare positions.
+Replay: which pages a query reads is computed outside in chunks of queries by the reference's rule
+and packed into bits, int32 [B x K, words, T] (64 MiB for 8 groups at 32K tokens). The keys of a
+block lie in the 32 pages of one word: a program loads one word per query and shifts it.
+
+On chip per program: num_stages x keys x H x 2 numbers of keys and values (or queries and their
+gradients) and the block that it owns in shared memory; float32 [queries, keys] scores and the sum,
+[queries, H] or [keys, H], in registers.
+Any strides, except that H is contiguous; offsets of rows are 64 bits wide.
+Numerics: float32 softmax (in powers of 2) and sums; float32 inputs multiply exactly; otherwise p
+and ds are rounded to the inputs' type before they multiply. Scores of pages are float64 products
+rounded to float32: no setting of torch (TF32) changes which pages are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from kernels_triton import reference
+from kernels_triton.tuning import tune_prefill
+
+if TYPE_CHECKING:
+    from kernels_triton.gpu_compile import Program
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG = tl.constexpr(-1e30)
+BITS = 32
+HEAD_DIMS = 16, 32, 64, 128
+
+
+def flash_prefill(
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
+    chunk=reference.QUERY_BLOCK, tuning=None,
+):  # fmt: skip
+    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+
+    out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
+    at each query position) only over the pages that decode would have read there; queries before
+    prompt_len_B see all. Differentiable in q, k and v; the choice of pages is constant. `chunk`
+    queries choose their pages at a time. Returns out_BTNH. See reference.flash_prefill.
+    tuning: a PrefillTuning. ValueError for shapes, types, heads or pages that no kernel takes.
+    """
+    page = 0 if budget_T is None else page
+    tuning = tuning or tune_prefill(q_BTNH.element_size(), q_BTNH.shape[3], page)
+    _check(q_BTNH, k_BTKH, v_BTKH, page, tuning)
+    words = None
+    if budget_T is not None:
+        if prompt_len_B is None or page < 1:
+            raise ValueError(
+                f"{prompt_len_B=} {page=}: expected prompt lengths [B] (0: no prompt) and tokens in"
+                " a page beside budget_T; pass both"
+            )
+        rule = (torch.as_tensor(x, device=q_BTNH.device).long() for x in (budget_T, prompt_len_B))
+        words = _page_words(q_BTNH.detach(), k_BTKH.detach(), *rule, page, chunk)
+    return _Attend.apply(*map(_rows, (q_BTNH, k_BTKH, v_BTKH)), words, page, tuning)
+
+
+def programs(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
+) -> Iterator[Program]:
+    """Every kernel, dense and replay, for inputs of a type: bf16, fp16 or fp32."""
+    from kernels_triton.gpu_compile import Program
+
+    strides = [f"s_{x}{axis}" for x in ("q", "k", "v", "o") for axis in "btn"]
+    sizes = dict.fromkeys((*strides, "T", "N", "R", "num_words"), "i32")
+    arrays, rows = dict.fromkeys("qkv", f"*{dtype}"), dict.fromkeys(("lse", "delta"), "*fp32")
+    do, out = {"do": f"*{dtype}"}, {"out": f"*{dtype}"}
+    kernels = [
+        ("forward", _forward_kernel, {**out, "lse": "*fp32"}, {}),
+        ("dq", _query_gradient_kernel, {**do, **out, **rows, "dq": f"*{dtype}"}, {}),
+        ("dk", _key_gradient_kernel, {**do, **rows, **out}, {"VALUE": False}),
+        ("dv", _key_gradient_kernel, {**do, **rows, **out}, {"VALUE": True}),
+    ]
+    for kind, used in (("dense", 0), ("replay", page)):
+        tunings = tune_prefill(4 if dtype == "fp32" else 2, head_dim, used)
+        for (name, kernel, others, more), blocks in zip(kernels, tunings, strict=True):
+            signature = {**arrays, "words": "*i32", **others, "scale": "fp32", **sizes}
+            constexprs = {"H": head_dim, "X": blocks.queries, "Y": blocks.keys, "PAGE": used}
+            name = f"flash_prefill_{kind}_{name}"
+            yield Program(name, kernel, signature, constexprs | more, *blocks[2:])
+
+
+def _check(q_BTNH, k_BTKH, v_BTKH, page, tuning):
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    if k_BTKH.shape != (B, T, K, H) or v_BTKH.shape != k_BTKH.shape or N % K:
+        raise ValueError(
+            f"{q_BTNH.shape=} {k_BTKH.shape=} {v_BTKH.shape=}: expected [B, T, N, H] and twice "
+            "[B, T, K, H] with N a multiple of K; reshape"
+        )
+    if not (kind := q_BTNH.dtype) == k_BTKH.dtype == v_BTKH.dtype:
+        raise ValueError(f"{k_BTKH.dtype=} {v_BTKH.dtype=}: expected q's {kind}, cast them")
+    if H not in HEAD_DIMS:
+        raise ValueError(f"{q_BTNH.shape=}: expected a head of {HEAD_DIMS}; use the reference")
+    if any(BITS * page % blocks.keys for blocks in tuning):
+        raise ValueError(
+            f"{page=} {tuning=}: expected blocks of keys that divide {BITS} pages; change tuning"
+        )
+
+
+def _rows(x):
+    """Kernels take any strides; the numbers of a head must follow one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, page, chunk):
+    """Pages that each query reads: int32 [B x K, words, T], bit i of word w: page 32 w + i.
+
+    Prompts have bits past the query's own page too: the causal mask is the kernel's.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    landmarks_BKPH = reference.page_means(k_BTKH, page).transpose(1, 2).double()
+    words = q_BTNH.new_zeros((B, K, -(-T // (page * BITS)), T), dtype=torch.int32)
+    for first in range(0, T, chunk):
+        last = min(first + chunk, T)
+        position = torch.arange(first, last, device=q_BTNH.device)
+        q_BcKRH = q_BTNH[:, first:last].reshape(B, last - first, K, N // K, H)
+        q_BKcH = q_BcKRH.float().mean(3).transpose(1, 2).double()
+        scores = (q_BKcH @ landmarks_BKPH[:, :, : -(-last // page)].mT).float()
+        budget = budget_T[position.clamp(max=len(budget_T) - 1)]
+        pages = reference.page_mask(scores, position // page + 1, budget)
+        pages |= (position < prompt_len_B[:, None])[:, None, :, None]
+        bits = _to_bits(pages)
+        words[:, :, : bits.shape[2], first:last] = bits
+    return words.flatten(0, 1)
+
+
+def _to_bits(pages_BKcP):
+    """bool [..., c, P] -> int32 [..., words, c]."""
+    pages = torch.nn.functional.pad(pages_BKcP, (0, -pages_BKcP.shape[-1] % BITS))
+    weight = 1 << torch.arange(BITS, device=pages.device)
+    words = (pages.unflatten(-1, (-1, BITS)) * weight).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int().mT
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, words, page, tuning):
+        out_BTNH, lse_BNT = _forward(q_BTNH, k_BTKH, v_BTKH, words, page, tuning.forward)
+        ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, words, out_BTNH, lse_BNT)
+        ctx.page, ctx.tuning = page, tuning
+        return out_BTNH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do_BTNH):
+        *qkv, words, out_BTNH, lse_BNT = ctx.saved_tensors
+        do_BTNH, kinds = _rows(do_BTNH), (words, ctx.page)
+        _, of_query, *of_keys = ctx.tuning
+        dq, delta_BNT = _query_gradient(*qkv, do_BTNH, out_BTNH, lse_BNT, *kinds, of_query)
+        dk, dv = _key_gradients(*qkv, do_BTNH, lse_BNT, delta_BNT, *kinds, of_keys)
+        return dq, dk, dv, None, None, None
+
+
+def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks):
+    """Output, and log-sum-exp [B, N, T]."""
+    B, T, N, _ = q_BTNH.shape
+    out_BTNH = q_BTNH.new_empty(q_BTNH.shape)
+    lse_BNT = q_BTNH.new_empty((B, N, T), dtype=torch.float32)
+    grid = triton.cdiv(T, blocks.queries), B * N
+    args = words, out_BTNH, lse_BNT, *_arguments(q_BTNH, k_BTKH, v_BTKH, out_BTNH, words)
+    _forward_kernel[grid](q_BTNH, k_BTKH, v_BTKH, *args, **_constants(q_BTNH, page, blocks))
+    return out_BTNH, lse_BNT
+
+
+def _query_gradient(q_BTNH, k_BTKH, v_BTKH, do_BTNH, out_BTNH, lse_BNT, words, page, blocks):
+    """dq, contiguous, and delta [B, N, T]."""
+    B, T, N, _ = q_BTNH.shape
+    dq_BTNH, delta_BNT = torch.empty_like(out_BTNH), torch.empty_like(lse_BNT)
+    grid = triton.cdiv(T, blocks.queries), B * N
+    args = _arguments(q_BTNH, k_BTKH, v_BTKH, do_BTNH, words)
+    _query_gradient_kernel[grid](
+        q_BTNH, k_BTKH, v_BTKH, words, do_BTNH, out_BTNH, lse_BNT, delta_BNT, dq_BTNH, *args,
+        **_constants(q_BTNH, page, blocks),
+    )  # fmt: skip
+    return dq_BTNH, delta_BNT
+
+
+def _key_gradients(q_BTNH, k_BTKH, v_BTKH, do_BTNH, lse_BNT, delta_BNT, words, page, blocks):
+    """dk and dv, contiguous."""
+    B, T, K, _ = k_BTKH.shape
+    grads = [k_BTKH.new_empty(k_BTKH.shape) for _ in range(2)]
+    args = _arguments(q_BTNH, k_BTKH, v_BTKH, do_BTNH, words)
+    for value, out in enumerate(grads):
+        _key_gradient_kernel[triton.cdiv(T, blocks[value].keys), B * K](
+            q_BTNH, k_BTKH, v_BTKH, words, do_BTNH, lse_BNT, delta_BNT, out, *args,
+            VALUE=bool(value), **_constants(q_BTNH, page, blocks[value]),
+        )  # fmt: skip
+    return grads
+
+
+def _arguments(q_BTNH, k_BTKH, v_BTKH, other_BTNH, words):
+    """Scale, strides and sizes, the last arguments of every kernel."""
+    T, N, H = q_BTNH.shape[1:]
+    strides = [s for x in (q_BTNH, k_BTKH, v_BTKH, other_BTNH) for s in x.stride()[:3]]
+    return H**-0.5, *strides, T, N, N // k_BTKH.shape[2], 0 if words is None else words.shape[1]
+
+
+def _constants(q_BTNH, page, blocks):
+    X, Y, num_warps, num_stages = blocks
+    return dict(H=q_BTNH.shape[3], X=X, Y=Y, PAGE=page, num_warps=num_warps, num_stages=num_stages)
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v,  # [B, T, N, H] and twice [B, T, K, H]
+    words,  # [B K, words, T]; unused if PAGE = 0
+    out, lse,  # as q; [B, N, T]
+    scale,  # 1 / sqrt(H)
+    s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on, T, N, R, num_words,
+    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    i, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    b, n = row // N, row % N
+    query_X = i * X + tl.arange(0, X)
+    q_XH = _load(_at(q, b, i * X, n, s_qb, s_qt, s_qn), s_qt, query_X, T, X, H, True)
+    k, v = _at(k, b, 0, n // R, s_kb, s_kt, s_kn), _at(v, b, 0, n // R, s_vb, s_vt, s_vn)
+    if PAGE > 0:
+        words += tl.cast(row // R, tl.int64) * num_words * T
+    state = tl.full([X], NEG, tl.float32), tl.zeros([X], tl.float32), tl.zeros([X, H], tl.float32)
+    whole, stop = _key_blocks(i, T, X, Y)
+    walk = q_XH, k, v, words, query_X, scale * LOG2E, s_kt, s_vt, T
+    state = _attend(state, walk, 0, whole, X, Y, H, PAGE, False)
+    m_X, sum_X, acc_XH = _attend(state, walk, whole, stop, X, Y, H, PAGE, True)
+    _store(_at(out, b, i * X, n, s_ob, s_ot, s_on), s_ot, acc_XH / sum_X[:, None], query_X, T, X, H)
+    lse += tl.cast(row, tl.int64) * T + query_X
+    tl.store(lse, (m_X + tl.log2(sum_X)) * LN2, mask=query_X < T)
+
+
+@triton.jit
+def _attend(
+    state, walk, first, last,
+    X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """(maximum [X], sum [X], weighted values [X, H]) after blocks first .. last - 1 of keys."""
+    m_X, sum_X, acc_XH = state
+    q_XH, k, v, words, query_X, scale2, s_kt, s_vt, T = walk
+    for j in range(first, last):
+        key_Y = j * Y + tl.arange(0, Y)
+        k_YH = _load(_at(k, 0, j * Y, 0, 0, s_kt, 0), s_kt, key_Y, T, Y, H, DIAGONAL)
+        v_YH = _load(_at(v, 0, j * Y, 0, 0, s_vt, 0), s_vt, key_Y, T, Y, H, DIAGONAL)
+        s = tl.dot(q_XH, tl.trans(k_YH), input_precision="ieee") * scale2
+        s = _masked(s, words, key_Y[None, :], query_X[:, None], j * Y, T, PAGE, DIAGONAL)
+        # Every query sees key 0, so the first block leaves a real maximum behind.
+        m_new = tl.maximum(m_X, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        keep = tl.exp2(m_X - m_new)
+        sum_X = sum_X * keep + tl.sum(p, 1)
+        acc_XH = tl.dot(p.to(v_YH.dtype), v_YH, acc_XH * keep[:, None], input_precision="ieee")
+        m_X = m_new
+    return m_X, sum_X, acc_XH
+
+
+@triton.jit
+def _query_gradient_kernel(
+    q, k, v, words, do,  # as forward; do as out
+    out, lse,  # of forward
+    delta, dq,  # [B, N, T]; as out
+    scale, s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on,
+    T, N, R, num_words,
+    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    i, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    b, n = row // N, row % N
+    query_X = i * X + tl.arange(0, X)
+    q_XH = _load(_at(q, b, i * X, n, s_qb, s_qt, s_qn), s_qt, query_X, T, X, H, True)
+    do_XH = _load(_at(do, b, i * X, n, s_ob, s_ot, s_on), s_ot, query_X, T, X, H, True)
+    N_H, T_N_H = N * H, tl.cast(T, tl.int64) * N * H  # out and dq are contiguous
+    out_XH = _load(_at(out, b, i * X, n, T_N_H, N_H, H), N_H, query_X, T, X, H, True)
+    delta_X = tl.sum(do_XH.to(tl.float32) * out_XH.to(tl.float32), 1)
+    k, v = _at(k, b, 0, n // R, s_kb, s_kt, s_kn), _at(v, b, 0, n // R, s_vb, s_vt, s_vn)
+    if PAGE > 0:
+        words += tl.cast(row // R, tl.int64) * num_words * T
+    place = tl.cast(row, tl.int64) * T + query_X
+    tl.store(delta + place, delta_X, mask=query_X < T)
+    lse_X = tl.load(lse + place, mask=query_X < T, other=0.0)
+    dq_XH = tl.zeros([X, H], tl.float32)
+    for j in range(0, _key_blocks(i, T, X, Y)[1]):
+        key_Y = j * Y + tl.arange(0, Y)
+        k_YH = _load(_at(k, 0, j * Y, 0, 0, s_kt, 0), s_kt, key_Y, T, Y, H, True)
+        v_YH = _load(_at(v, 0, j * Y, 0, 0, s_vt, 0), s_vt, key_Y, T, Y, H, True)
+        s = tl.dot(q_XH, tl.trans(k_YH), input_precision="ieee") * (scale * LOG2E)
+        s = _masked(s, words, key_Y[None, :], query_X[:, None], j * Y, T, PAGE, True)
+        dp = tl.dot(do_XH, tl.trans(v_YH), input_precision="ieee")
+        ds = _weights(s, lse_X[:, None]) * (dp - delta_X[:, None])
+        dq_XH = tl.dot(ds.to(k_YH.dtype), k_YH, dq_XH, input_precision="ieee")
+    _store(_at(dq, b, i * X, n, T_N_H, N_H, H), N_H, dq_XH * scale, query_X, T, X, H)
+
+
+@triton.jit
+def _key_gradient_kernel(
+    q, k, v, words, do,  # as forward; do as out
+    lse, delta,  # [B, N, T]
+    out,  # dk or, if VALUE, dv: as k, contiguous
+    scale, s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on,
+    T, N, R, num_words,
+    H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    j, row, K = tl.program_id(0), tl.program_id(1), N // R
+    b, kv = row // K, row % K
+    key_Y = j * Y + tl.arange(0, Y)
+    k_YH = _load(_at(k, b, j * Y, kv, s_kb, s_kt, s_kn), s_kt, key_Y, T, Y, H, True)
+    if not VALUE:
+        v_YH = _load(_at(v, b, j * Y, kv, s_vb, s_vt, s_vn), s_vt, key_Y, T, Y, H, True)
+    if PAGE > 0:
+        words += tl.cast(row, tl.int64) * num_words * T
+    first, num = j * Y // X, tl.cdiv(T, X) - j * Y // X
+    acc_YH = tl.zeros([Y, H], tl.float32)
+    for step in range(0, R * num):
+        n, i = kv * R + step // num, first + step % num
+        query_X = i * X + tl.arange(0, X)
+        place = (tl.cast(b, tl.int64) * N + n) * T + query_X
+        q_XH = _load(_at(q, b, i * X, n, s_qb, s_qt, s_qn), s_qt, query_X, T, X, H, True)
+        do_XH = _load(_at(do, b, i * X, n, s_ob, s_ot, s_on), s_ot, query_X, T, X, H, True)
+        lse_X = tl.load(lse + place, mask=query_X < T, other=0.0)
+        s = tl.dot(k_YH, tl.trans(q_XH), input_precision="ieee") * (scale * LOG2E)
+        s = _masked(s, words, key_Y[:, None], query_X[None, :], j * Y, T, PAGE, True)
+        p = _weights(s, lse_X[None, :])
+        if VALUE:
+            acc_YH = tl.dot(p.to(do_XH.dtype), do_XH, acc_YH, input_precision="ieee")
+        else:
+            delta_X = tl.load(delta + place, mask=query_X < T, other=0.0)
+            dp = tl.dot(v_YH, tl.trans(do_XH), input_precision="ieee")
+            ds = p * (dp - delta_X[None, :])
+            acc_YH = tl.dot(ds.to(q_XH.dtype), q_XH, acc_YH, input_precision="ieee")
+    acc_YH *= 1.0 if VALUE else scale
+    K_H, T_K_H = K * H, tl.cast(T, tl.int64) * K * H
+    _store(_at(out, b, j * Y, kv, T_K_H, K_H, H), K_H, acc_YH, key_Y, T, Y, H)
+
+
+@triton.jit
+def _key_blocks(i, T, X: tl.constexpr, Y: tl.constexpr):
+    """Of a block of queries: blocks of keys that all of them see, and that any of them sees."""
+    return (i * X + 1) // Y, tl.cdiv(tl.minimum((i + 1) * X, T), Y)
+
+
+@triton.jit
+def _visible(key, query):
+    return key <= query
+
+
+@triton.jit
+def _masked(s, words, key, query, first_key, T, PAGE: tl.constexpr, DIAGONAL: tl.constexpr):
+    """NEG where a query does not see a key. key and query: a row and a column, or the reverse."""
+    if PAGE > 0:
+        place = tl.cast(first_key // (PAGE * 32), tl.int64) * T + query
+        word = tl.load(words + place, mask=query < T, other=0)
+        s = tl.where(((word >> (key // PAGE % 32)) & 1) != 0, s, NEG)
+    if DIAGONAL:
+        s = tl.where(_visible(key, query), s, NEG)
+    return s
+
+
+@triton.jit
+def _weights(s, lse):
+    """p from scores in powers of 2 and the natural log-sum-exp."""
+    return tl.exp2(s - lse * LOG2E)
+
+
+@triton.jit
+def _at(x, b, row, head, s_b, s_t, s_n):
+    """Where a row of a head begins."""
+    b, row, head = tl.cast(b, tl.int64), tl.cast(row, tl.int64), tl.cast(head, tl.int64)
+    return x + (b * s_b + row * s_t + head * s_n)
+
+
+@triton.jit
+def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr):
+    """M rows of a head from x on; those past T are 0."""
+    place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
+    if MASK:
+        return tl.load(place, mask=row[:, None] < T, other=0.0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def _store(x, s_t, rows, row, T, M: tl.constexpr, H: tl.constexpr):
+    place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
+    tl.store(place, rows.to(x.dtype.element_ty), mask=row[:, None] < T)

@@ -1,0 +1,186 @@
+"""Every kernel, compiled for four GPU architectures: python -m kernels_triton.gpu_compile
+
+Head geometries of Qwen3 1.7B, 4B / 8B and 14B in bfloat16, and a float8 cache for the decode. Needs
+no GPU: Triton's compiler and NVIDIA's assembler come with the triton package. Exit status 1 if
+anything is refused, or if a kernel of the bfloat16 decode path spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+"""A100, H100 / H200, B200, MI300X."""
+SHARED_BYTES = {"sm_80": 164 * 1024, "sm_90": 228 * 1024, "sm_100": 228 * 1024, "gfx942": 65536}
+"""Of one multiprocessor; a block takes 1 KiB more than it asks for on NVIDIA's."""
+SHAPES = {"1.7B": (16, 8), "8B": (32, 8), "14B": (40, 8)}
+"""Query and KV heads; 4B has those of 8B."""
+HEAD_DIM, PAGE = 128, 16
+DECODE = ("select_pages", "sparse_decode", "append_kv")
+
+
+class Program(NamedTuple):
+    """One kernel to compile: argument types by name, values of its constexprs, launch options."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel on one architecture. spills: bytes stored and loaded (AMD: registers).
+
+    occupancy: blocks that one multiprocessor holds at a time, by registers, shared memory and
+    threads.
+    """
+
+    arch: str
+    name: str
+    seconds: float
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    threads: int = 0
+    occupancy: int = 0
+    error: str = ""
+
+
+def compile_program(arch: str, p: Program) -> Compiled:
+    """A refusal is a result with `error` set."""
+    names = list(p.kernel.arg_names)
+    signature = {name: p.signature.get(name, "constexpr") for name in names}
+    signature |= dict.fromkeys(p.constexprs, "constexpr")
+    # What a launch finds: pointers, widths and strides that are multiples of 16 (page scales: 2).
+    strides = [n for n in names if n.startswith(("stride_", "s_")) and n != "stride_sm"]
+    aligned = [n for n in names if signature[n].startswith("*") or n == "D"] + strides
+    attributes = {
+        (names.index(n),): [["tt.divisibility", 16]] for n in aligned if signature[n] != "constexpr"
+    }
+    source = ASTSource(fn=p.kernel, signature=signature, constexprs=p.constexprs, attrs=attributes)
+    options = {"num_warps": p.num_warps, "num_stages": p.num_stages}
+    start = time.perf_counter()
+    try:
+        compiled = triton.compile(source, target=TARGETS[arch], options=options)
+    except Exception as e:  # the compiler has no common base class of its errors
+        text = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        return Compiled(arch=arch, name=p.name, seconds=time.perf_counter() - start, error=text)
+    seconds, shared = time.perf_counter() - start, compiled.metadata.shared
+    threads = p.num_warps * TARGETS[arch].warp_size
+    if arch.startswith("sm_"):
+        registers, spills = _assemble(compiled.asm["ptx"], int(arch[3:]))
+        held = [65536 // (-(-registers // 8) * 8 * threads), 2048 // threads]
+        held.append(SHARED_BYTES[arch] // (shared + 1024))
+    else:
+        registers, spills = _amd_registers(compiled.asm["amdgcn"])
+        waves = min(8, 512 // (-(-registers // 8) * 8))  # of a SIMD; a compute unit has four
+        held = [4 * waves // p.num_warps]
+        held.append(SHARED_BYTES[arch] // max(shared, 1))
+    return Compiled(
+        arch=arch, name=p.name, seconds=seconds, registers=registers, spills=spills, shared=shared,
+        threads=threads, occupancy=min(held),
+    )  # fmt: skip
+
+
+def _assemble(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers and bytes of spills, as NVIDIA's assembler reports them."""
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    newer = folder / "ptxas-blackwell"
+    assembler = newer if arch >= 90 and newer.is_file() else folder / "ptxas"
+    name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [assembler, "-v", f"--gpu-name={name}", file, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+
+
+def _amd_registers(assembly: str) -> tuple[int, int]:
+    def count(name):
+        return sum(int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", assembly))
+
+    return count("vgpr_count"), count("vgpr_spill_count") + count("sgpr_spill_count")
+
+
+def programs() -> Iterator[Program]:
+    """Every kernel at every geometry, each program once."""
+    from kernels_triton import append_kv, flash_prefill, select_pages, sparse_decode, token_logprob
+
+    seen = set()
+    for shape, (heads, kv_heads) in SHAPES.items():
+        for module in (select_pages, sparse_decode, append_kv, flash_prefill, token_logprob):
+            for p in module.programs("bf16", heads, kv_heads, HEAD_DIM, PAGE):
+                what = repr((p.kernel.__name__, p.signature, p.constexprs, p[4:]))
+                if what not in seen:
+                    seen.add(what)
+                    yield p._replace(name=f"{p.name} ({shape})")
+    for p in sparse_decode.programs("u8", *SHAPES["8B"], HEAD_DIM, PAGE):
+        yield p._replace(name=f"{p.name} (8B, float8)")  # read as bytes, which every card can
+
+
+def line(r: Compiled) -> str:
+    """One row of the table, for the terminal."""
+    if r.error:
+        return f"{r.arch:7} {r.name:44} REFUSED after {r.seconds:.1f} s: {r.error}"
+    return (
+        f"{r.arch:7} {r.name:44} {r.registers:3} registers  {r.spills:3} spilled  "
+        f"{r.shared / 1024:6.1f} KiB shared  {r.threads:4} threads  {r.occupancy:2} blocks  "
+        f"{r.seconds:.1f} s"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 as the module's docstring says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--archs", default=",".join(TARGETS), help="default: %(default)s")
+    parser.add_argument("--only", default="", help="regular expression: only matching programs")
+    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    arguments = parser.parse_args(argv)
+    os.environ.pop("TRITON_INTERPRET", None)  # before the kernels are imported: no interpreter
+    archs = arguments.archs.split(",")
+    if unknown := set(archs) - set(TARGETS):
+        parser.error(
+            f"--archs: {', '.join(sorted(unknown))}: expected some of {', '.join(TARGETS)}"
+        )
+    rows = []
+    for arch in archs:
+        for p in programs():
+            if re.search(arguments.only, p.name):
+                rows.append(compile_program(arch, p))
+                print(line(rows[-1]), flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
+    spilled = [r for r in rows if r.spills and r.name.startswith(DECODE) and "float8" not in r.name]
+    refused = [r for r in rows if r.error]
+    fine = f"{len(rows) - len(refused)} of {len(rows)} programs compile"
+    print(f"{fine}; {len(spilled)} of the decode path spill")
+    return 1 if refused or spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

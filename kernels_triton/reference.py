@@ -1,0 +1,282 @@
+"""Plain-torch versions of every kernel: the CPU path, and what Triton kernels are tested against.
+
+Cache layout (shared with the kernels): `kv_pages_LKMxCH` is [L, K, M, 2, C, H]: of layer L, KV head
+K and physical page M the C keys (x = 0), then the C values (x = 1), with any strides. Page 0 is the
+null page: writes of padding go there, and nothing reads it. `landmarks_LMKH` is the mean of the C
+keys of a page, written when the page completes. A sequence owns the physical pages
+`page_table_BP[b]`; its token t lives in page t // C at offset t % C.
+
+Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
+read, and of the others the k whose landmark has the largest dot product with the mean query of the
+head's group. See common/oracles.py for the same rules in float64, and kernels_pallas/reference.py
+for the same functions in JAX.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+NUM_RESERVED = 3
+NEG = -1e30
+STEP_TOKENS = 2048
+GATHER_NUMBERS = 2**21
+QUERY_BLOCK = 256
+HEAD_ELEMENTS = 2**24
+
+
+def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
+    """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
+
+    q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
+    k_B: budget of the row, at most max_selected - 3. Scores are float32, the top-k is exact, ties
+    go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
+    = the tail page) and count_B = min(k + 3, num_pages), both int32.
+    """
+    B, _, H = q_BNH.shape
+    K, P = landmarks_LMKH.shape[2], page_table_BP.shape[1]
+    q_BKH = q_BNH.reshape(B, K, -1, H).float().mean(2)
+    used_BP = torch.arange(P, device=q_BNH.device) < num_pages_B[:, None]
+    table_BP = torch.where(used_BP, page_table_BP, 0)
+    scores_BKP = torch.cat(
+        [
+            torch.einsum("bkh,bpkh->bkp", q_bKH, landmarks_LMKH[layer, table_bP].float())
+            for q_bKH, table_bP in _groups(P * K * H, q_BKH, table_BP)
+        ]
+    )
+    logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
+    used = torch.arange(max_selected, device=q_BNH.device) < count_B[:, None, None]
+    table_BKP = page_table_BP[:, None].expand(B, K, P)
+    physical = table_BKP.gather(2, logical_BKJ.clamp(max=P - 1))
+    return torch.where(used, physical, 0).int(), count_B.int()
+
+
+def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
+    """Sorted logical page ids [B, K, max_selected] (unused entries = P) and how many are used."""
+    B, K, P = scores_BKP.shape
+    pages, n = torch.arange(P, device=scores_BKP.device), num_pages_B.long()[:, None, None]
+    candidate = (pages >= 1) & (pages < n - 2)
+    scores_BKP = torch.where(candidate, scores_BKP, -torch.inf)
+    # A stable sort puts the lower of two equal pages first; torch.topk promises no order.
+    best = torch.sort(scores_BKP, dim=-1, descending=True, stable=True).indices
+    best = best[..., : max(max_selected - NUM_RESERVED, 1)]
+    k = torch.minimum(k_B.long(), (num_pages_B.long() - NUM_RESERVED).clamp(min=0))
+    rank = torch.arange(best.shape[-1], device=best.device)
+    best = torch.where(rank < k[:, None, None], best, P)
+    first_last = torch.stack([torch.zeros_like(n), n - 2, n - 1], -1)[:, :, 0]
+    needed = torch.stack([n > 0, n > 2, n > 1], -1)[:, :, 0]
+    reserved = torch.where(needed, first_last, P).expand(B, K, NUM_RESERVED)
+    listed = torch.cat([best, reserved], -1).sort(-1).values[..., :max_selected]
+    pad = max_selected - listed.shape[-1]
+    listed = torch.nn.functional.pad(listed, (0, pad), value=P)
+    return listed, torch.minimum(k_B.long() + NUM_RESERVED, num_pages_B.long())
+
+
+def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
+    """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
+
+    out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
+    page_ids is [B, K, J] (selected pages) or [B, P] (the page table itself: dense decode, no list).
+    length_B counts listed tokens, (count - 1) * C + tokens in the tail page, and start_B those of
+    them that come before the first query. Query t sees the first min(start + t + 1, length), so
+    that new tokens attend causally to each other; with a selected list they lie in its last pages.
+    Rows of length 0 give 0 and LSE = -inf. Returns out_BTNH in q's type and lse_BTN in float32.
+    The work of a row follows its own length, not the width of page_ids.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, C = kv_pages_LKMxCH.shape[1], kv_pages_LKMxCH.shape[4]
+    if page_ids.ndim == 2:
+        page_ids = page_ids[:, None].expand(-1, K, -1)
+    q_BKXH = q_BTNH.float().reshape(B, T, K, -1, H).transpose(1, 2).reshape(B, K, -1, H)
+    limit_BT = start_B[:, None] + torch.arange(T, device=q_BTNH.device) + 1
+    limit_BX = torch.minimum(limit_BT, length_B[:, None]).repeat_interleave(N // K, 1)
+    pages = min(page_ids.shape[2], max(1, STEP_TOKENS // C))
+    rows = _groups(2 * K * pages * C * H, q_BKXH * H**-0.5, page_ids, limit_BX, length_B)
+    parts = [_attend_rows(kv_pages_LKMxCH[layer], pages, *row) for row in rows]
+    out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    out = out.reshape(B, K, T, N // K, H).transpose(1, 2).reshape(B, T, N, H)
+    return out.to(q_BTNH.dtype), lse.reshape(B, K, T, N // K).transpose(1, 2).reshape(B, T, N)
+
+
+def _groups(numbers_per_row, *arrays):
+    """The rows of all arrays, as many at a time as gather at most GATHER_NUMBERS numbers."""
+    size = max(1, GATHER_NUMBERS // numbers_per_row)
+    return zip(*(x.split(size) for x in arrays), strict=True)
+
+
+def _attend_rows(kv_KMxCH, pages_per_step, q_BKXH, page_ids_BKJ, limit_BX, length_B):
+    """Output [B, K, X, H] and log-sum-exp [B, K, X] of some rows, by steps along their pages."""
+    B, K, _, H = q_BKXH.shape
+    C, device = kv_KMxCH.shape[3], q_BKXH.device
+    heads = torch.arange(K, device=device)[None, :, None]
+    m = torch.full(q_BKXH.shape[:3], NEG, device=device)
+    state = m, torch.zeros_like(m), torch.zeros_like(q_BKXH)
+    num_pages = -(-int(length_B.max()) // C)
+    for first in range(0, num_pages, pages_per_step):
+        last = min(first + pages_per_step, num_pages)
+        index = first * C + torch.arange((last - first) * C, device=device)
+        inside_BS = index < length_B[:, None]
+        ids = torch.where(inside_BS[:, None, ::C], page_ids_BKJ[:, :, first:last], 0)
+        key, value = kv_KMxCH[heads, ids.long()].float().unbind(3)
+        inside = inside_BS[:, None, :, None]  # what lies behind may be NaN
+        key = torch.where(inside, key.reshape(B, K, -1, H), 0)
+        value = torch.where(inside, value.reshape(B, K, -1, H), 0)
+        state = _attend_more(state, q_BKXH, key, value, (index < limit_BX[..., None])[:, None])
+    m, denom, acc = state
+    seen = denom > 0
+    denom = torch.where(seen, denom, 1)
+    return acc / denom[..., None], torch.where(seen, m + denom.log(), -torch.inf)
+
+
+def _attend_more(state, q_BKXH, key_BKSH, value_BKSH, visible_B1XS):
+    """(maximum, denominator, weighted sum) after further keys; invisible ones have weight 0."""
+    m, denom, acc = state
+    s = torch.where(visible_B1XS, q_BKXH @ key_BKSH.mT, NEG)
+    m_new = torch.maximum(m, s.amax(-1))
+    p = torch.where(visible_B1XS, (s - m_new[..., None]).exp(), 0)
+    scale = (m - m_new).exp()
+    return m_new, denom * scale + p.sum(-1), acc * scale[..., None] + p @ value_BKSH
+
+
+def append_kv(
+    kv_pages_LKMxCH, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
+):
+    """Write T new tokens per row at positions start .. start + num_new - 1, in place.
+
+    Tokens past num_new_B, or past the page table, go to the null page. A page whose last token is
+    among the new ones gets its landmark: the float32 mean of its C keys, in the cache's type.
+    Returns the two tensors that it was given.
+    """
+    T = k_BTKH.shape[1]
+    C, P = kv_pages_LKMxCH.shape[4], page_table_BP.shape[1]
+    start_B, table_BP = start_B.long(), page_table_BP.long()
+    token = torch.arange(T, device=k_BTKH.device)
+    position_BT = start_B[:, None] + token
+    valid_BT = (token < num_new_B[:, None]) & (position_BT < P * C)
+    page_BT = table_BP.gather(1, (position_BT // C).clamp(max=P - 1))
+    page_BT = torch.where(valid_BT, page_BT, 0)
+    kv_BTKxH = torch.stack([k_BTKH, v_BTKH], 3).to(kv_pages_LKMxCH.dtype)
+    kv_pages_LKMxCH[layer, :, page_BT, :, position_BT % C] = kv_BTKxH
+
+    touched = (T + C - 2) // C + 1
+    page_BQ = start_B[:, None] // C + torch.arange(touched, device=k_BTKH.device)
+    last_BQ, end_B = (page_BQ + 1) * C, start_B + num_new_B
+    complete = (last_BQ > start_B[:, None]) & (last_BQ <= end_B[:, None]) & (page_BQ < P)
+    page_BQ = torch.where(complete, table_BP.gather(1, page_BQ.clamp(max=P - 1)), 0)
+    mean_KBQH = kv_pages_LKMxCH[layer, :, page_BQ, 0].float().mean(3)
+    landmarks_LMKH[layer, page_BQ] = mean_KBQH.permute(1, 2, 0, 3).to(landmarks_LMKH.dtype)
+    return kv_pages_LKMxCH, landmarks_LMKH
+
+
+def flash_prefill(
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK
+):
+    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+
+    budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
+    dense. Query t sees exactly the pages that decode would have read at position t. Differentiable
+    in q, k and v (the choice of pages is constant). Blocks of at most `chunk` queries read only
+    the keys up to their own end, and are recomputed in the backward pass. Returns out_BTNH.
+    """
+    T = q_BTNH.shape[1]
+    k_BKSH, v_BKSH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
+    replay = None
+    if budget_T is not None:
+        landmarks_BKPH = page_means(k_BTKH, page).transpose(1, 2)
+        replay = landmarks_BKPH, budget_T.long(), prompt_len_B.long(), page
+    out = []
+    for first in range(0, T, chunk):
+        last = min(first + chunk, T)
+        args = first, q_BTNH[:, first:last], k_BKSH[:, :, :last], v_BKSH[:, :, :last], replay
+        out.append(checkpoint(_attend_block, *args, use_reentrant=False))
+    return torch.cat(out, 1)
+
+
+def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
+    """Attention of queries first, first + 1, ... over the given keys, causal or by pages."""
+    B, t, N, H = q_BtNH.shape
+    K, S = k_BKSH.shape[1:3]
+    q_BKRtH = q_BtNH.reshape(B, t, K, N // K, H).permute(0, 2, 3, 1, 4)
+    pos_t = first + torch.arange(t, device=q_BtNH.device)
+    mask = (torch.arange(S, device=q_BtNH.device) <= pos_t[:, None])[None, None]
+    if replay is not None:
+        mask = mask & _replay_mask(q_BKRtH, pos_t, S, *replay)
+    s = torch.einsum("bkrth,bksh->bkrts", q_BKRtH.float(), k_BKSH.float()) * H**-0.5
+    p = torch.where(mask[:, :, None], s, NEG).softmax(-1).to(v_BKSH.dtype)
+    out = torch.einsum("bkrts,bksh->bkrth", p, v_BKSH)
+    return out.permute(0, 3, 1, 2, 4).reshape(B, t, N, H)
+
+
+def _replay_mask(q_BKRtH, pos_t, num_keys, landmarks_BKPH, budget_T, prompt_len_B, page):
+    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
+    num_pages = -(-num_keys // page)
+    with torch.no_grad():
+        q_mean = q_BKRtH.float().mean(2)
+        scores = torch.einsum("bkth,bkph->bktp", q_mean, landmarks_BKPH[:, :, :num_pages])
+        budget_t = budget_T[pos_t.clamp(max=len(budget_T) - 1)]
+        pages = page_mask(scores, pos_t // page + 1, budget_t)
+        pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
+    return pages.repeat_interleave(page, -1)[..., :num_keys]
+
+
+def page_means(k_BTKH, page):
+    """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
+    B, T, K, H = k_BTKH.shape
+    keys = torch.nn.functional.pad(k_BTKH, (0, 0, 0, 0, 0, -T % page)).reshape(B, -1, page, K, H)
+    return keys.float().mean(2).to(k_BTKH.dtype).float()
+
+
+def page_mask(scores_BKtP, num_pages_t, budget_t):
+    """Pages each query reads, bool [B, K, t, P]: reserved ones and the top-k of the others."""
+    P = scores_BKtP.shape[-1]
+    pages = torch.arange(P, device=scores_BKtP.device)
+    n, k = num_pages_t[:, None], budget_t[:, None]
+    candidate = (pages >= 1) & (pages < n - 2)
+    scores = torch.where(candidate, scores_BKtP, -torch.inf)
+    kth_index = (P - k).clamp(0, P - 1).expand(*scores.shape[:-1], 1)
+    kth = scores.sort(-1).values.gather(-1, kth_index)
+    above, equal = scores > kth, scores == kth
+    room = k - above.sum(-1, keepdim=True)
+    chosen = candidate & (k > 0) & (above | (equal & (equal.cumsum(-1) <= room)))
+    reserved = (pages < n) & ((pages == 0) | (pages >= n - 2))
+    return chosen | reserved
+
+
+def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
+    """Log-prob of each token and entropy of its distribution, softmax(head hidden / temperature).
+
+    Float32, in nats, differentiable; blocks of tokens, so that nothing of size [X, V] exists.
+    """
+
+    def block(hidden_cD, head_VD, token_c):
+        logp = (_logits(hidden_cD, head_VD) / temperature).log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        return logp.gather(-1, token_c[:, None])[:, 0], entropy
+
+    return _blocks(block, head_VD, hidden_XD, token_X.long())
+
+
+def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0):
+    """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
+
+    def block(dense_cD, head_VD, sparse_cD, token_c):
+        p_dense = (_logits(dense_cD, head_VD) / temperature).softmax(-1)
+        logp_sparse = (_logits(sparse_cD, head_VD) / temperature).log_softmax(-1)
+        alpha = torch.minimum(p_dense, logp_sparse.exp()).sum(-1)
+        return alpha, logp_sparse.gather(-1, token_c[:, None])[:, 0]
+
+    return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD, token_X.long())
+
+
+def _logits(hidden_XD, head_VD):
+    return hidden_XD.float() @ head_VD.float().mT
+
+
+def _blocks(f, head_VD, first, *arrays):
+    """f(rows, head, other rows) on blocks of HEAD_ELEMENTS / V rows, recomputed in backward."""
+    size = max(1, HEAD_ELEMENTS // head_VD.shape[0])
+    out = [
+        checkpoint(f, rows, head_VD, *others, use_reentrant=False)
+        for rows, *others in zip(*(a.split(size) for a in (first, *arrays)), strict=True)
+    ]
+    return tuple(torch.cat(parts) for parts in zip(*out, strict=True))

@@ -1,0 +1,254 @@
+"""Pages that sparse decode reads: landmark scores and an exact, deterministic top-k, on GPU.
+
+    score[b, k, p] = mean_r q[b, k R + r] . landmark[page_table[b, p], k]        (float32)
+    chosen[b, k]   = {0, n - 2, n - 1} and the k_b best of 1 .. n - 3, ties to the lower page
+    page_ids       = page_table[b, sorted(chosen)], then zeros
+
+Two launches, and between them one int32 per page: the score as an order-preserving integer.
+
+1. score, grid (K, B, blocks of pages): one program gathers the landmarks of `score` candidates of
+   one KV head ([score, H], in registers) and multiplies them with the mean query. Nothing is read
+   for a row that takes all of its candidates or none, nor past its last candidate. KV heads are the
+   fastest axis: the landmarks of a page lie side by side.
+2. list, grid (K, B): one program owns one row and KV head. The k-th largest key, bit by bit from
+   the top, by counting keys >= a threshold (no sort); it stops early where exactly k remain. Rows
+   of up to `count` pages are counted in registers (32 per thread), longer ones read their keys
+   again from cache for every bit. Then, per `list` pages, prefix sums give equal keys their rank,
+   so that they fill up from the lowest page, and chosen pages their place in the list.
+
+Numerics: mean query, products and sums in float32. Zeros of both signs are equal. After that every
+step is one of integers: the list is a function of the scores alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_triton.tuning import SelectTuning, tune_select
+
+if TYPE_CHECKING:
+    from kernels_triton.gpu_compile import Program
+
+MIN_KEY = tl.constexpr(-(2**31))  # below the key of every number
+NUM_RESERVED = tl.constexpr(3)
+
+
+def select_pages(
+    q_BNH,
+    landmarks_LMKH,
+    layer,
+    page_table_BP,
+    num_pages_B,
+    k_B,
+    *,
+    max_selected,
+    tuning: SelectTuning | None = None,
+):
+    """Physical pages that each (sequence, KV head) reads: (page_ids_BKJ, count_B), both int32.
+
+    q_BNH: queries of one token per row. landmarks_LMKH: of any strides. num_pages_B: pages of the
+    row, with the part-filled one. k_B: budget of the row, at most max_selected - 3. J =
+    max_selected; unused entries are 0, the last used entry is the tail page; count = min(k + 3,
+    num_pages). Nothing waits for the device, and the grid depends on shapes only. ValueError for
+    shapes that do not belong together. Source: arXiv 2606.08446, section on sparse rollout.
+    """
+    _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected)
+    B, N, H = q_BNH.shape
+    landmarks = landmarks_LMKH[layer]
+    K, P = landmarks.shape[1], page_table_BP.shape[1]
+    tuning = tuning or tune_select(P)
+    place = {"dtype": torch.int32, "device": q_BNH.device}
+    page_ids_BKJ = torch.empty((B, K, max_selected), **place)
+    count_B = torch.empty((B,), **place)
+    if B == 0:
+        return page_ids_BKJ, count_B
+    keys_BKP = torch.empty((B, K, P), **place)
+    R = N // K
+    _score[(K, B, triton.cdiv(P, tuning.score))](
+        q_BNH, landmarks, page_table_BP, num_pages_B, k_B, keys_BKP,
+        *q_BNH.stride()[:2], *landmarks.stride()[:2], page_table_BP.stride(0), P,
+        R=R, R_PAD=triton.next_power_of_2(R), H=H, BLOCK=tuning.score, num_warps=4,
+    )  # fmt: skip
+    _list[(K, B)](
+        keys_BKP, page_table_BP, num_pages_B, k_B, page_ids_BKJ, count_B,
+        page_table_BP.stride(0), P, max_selected,
+        COUNT=tuning.count, WHOLE=tuning.count >= P, LIST=tuning.list,
+        num_warps=tuning.num_warps,
+    )  # fmt: skip
+    return page_ids_BKJ, count_B
+
+
+def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected):
+    B, N, H = q_BNH.shape
+    if landmarks_LMKH.ndim != 4 or landmarks_LMKH.shape[3] != H or N % landmarks_LMKH.shape[2]:
+        raise ValueError(
+            f"{landmarks_LMKH.shape=}: expected [L, M, K, {H}] with K dividing the {N} heads of"
+            f" {q_BNH.shape=}; pass both of the same model"
+        )
+    if H & (H - 1):
+        raise ValueError(f"{H=}: expected a head dim that is a power of 2; use the reference")
+    if not page_table_BP.shape[0] == num_pages_B.shape[0] == k_B.shape[0] == B:
+        raise ValueError(
+            f"{page_table_BP.shape=}, {num_pages_B.shape=}, {k_B.shape=}: expected {B} rows each,"
+            " as many as queries"
+        )
+    if max_selected < 1:
+        raise ValueError(f"{max_selected=}: expected at least 1 page; widen the list")
+    named = {"q_BNH": q_BNH, "landmarks_LMKH": landmarks_LMKH, "page_table_BP": page_table_BP}
+    for name, x in named.items():
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name}: {x.stride()=}: expected a last axis of stride 1; copy it")
+
+
+@triton.jit
+def _score(
+    q_ptr,  # [B, N, H]
+    landmarks_ptr,  # [M, K, H], one layer
+    table_ptr,  # [B, P]
+    num_pages_ptr,  # [B]
+    k_ptr,  # [B]
+    keys_ptr,  # int32 [B, K, P]
+    stride_qb, stride_qn, stride_lm, stride_lk, stride_tb,
+    P,
+    R: tl.constexpr, R_PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n, taken = _row(num_pages_ptr, k_ptr, b, P)
+    page = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    if _searched(n, taken) & (tl.program_id(2) * BLOCK < n - 2):
+        r, h = tl.arange(0, R_PAD), tl.arange(0, H)
+        at = q_ptr + b * stride_qb + (k * R + r)[:, None] * stride_qn + h[None, :]
+        q = tl.load(at, mask=(r < R)[:, None], other=0.0).to(tl.float32)
+        q = tl.sum(q, 0) / R
+        wanted = _is_candidate(page, n)
+        physical = tl.load(table_ptr + b * stride_tb + page, mask=wanted, other=0).to(tl.int64)
+        at = landmarks_ptr + k * stride_lk + (physical * stride_lm)[:, None] + h[None, :]
+        landmarks = tl.load(at, mask=wanted[:, None], other=0.0).to(tl.float32)
+        key = _ordered(tl.sum(landmarks * q[None, :], 1))
+        row = b * tl.num_programs(0) + k
+        tl.store(keys_ptr + row * P + page, tl.where(wanted, key, MIN_KEY), mask=page < P)
+
+
+@triton.jit
+def _row(num_pages_ptr, k_ptr, b, P):
+    """Pages of the row, and how many of its candidates it takes."""
+    n = tl.minimum(tl.load(num_pages_ptr + b), P).to(tl.int32)
+    taken = tl.minimum(tl.load(k_ptr + b), tl.maximum(n - NUM_RESERVED, 0)).to(tl.int32)
+    return n, tl.maximum(taken, 0)
+
+
+@triton.jit
+def _searched(n, taken):
+    return (taken > 0) & (taken < n - NUM_RESERVED)
+
+
+@triton.jit
+def _is_candidate(page, n):
+    return (page >= 1) & (page < n - 2)
+
+
+@triton.jit
+def _ordered(score):
+    """Integers in the order of the numbers; -0 as 0."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _list(
+    keys_ptr,  # int32 [B, K, P]
+    table_ptr,  # [B, P]
+    num_pages_ptr,  # [B]
+    k_ptr,  # [B]
+    ids_ptr,  # int32 [B, K, J]
+    count_ptr,  # int32 [B]
+    stride_tb,
+    P, J,
+    COUNT: tl.constexpr, WHOLE: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n, taken = _row(num_pages_ptr, k_ptr, b, P)
+    count = taken + tl.minimum(n, NUM_RESERVED)
+    if k == 0:
+        tl.store(count_ptr + b, count)
+    taken = tl.minimum(taken, tl.maximum(J - NUM_RESERVED, 0))
+    row = b * tl.num_programs(0) + k
+    keys_ptr += row * P
+    ids_ptr += row * J
+    table_ptr += b * stride_tb
+    searched = _searched(n, taken)
+    end = tl.where(searched, n - 2, 0)  # of the keys that are read
+
+    threshold, room = MIN_KEY, taken
+    if searched:
+        keys = tl.load(
+            keys_ptr + tl.arange(0, COUNT), mask=tl.arange(0, COUNT) < end, other=MIN_KEY
+        )
+        bit = 31
+        while bit >= 0:
+            trial = threshold ^ (1 << bit)  # from the lowest number: its sign bit is cleared first
+            found = _count(keys_ptr, keys, trial, end, COUNT, WHOLE)
+            threshold = tl.where(found >= taken, trial, threshold)
+            bit = tl.where(found == taken, -1, bit - 1)
+        room = taken - _count(keys_ptr, keys, threshold + 1, end, COUNT, WHOLE)
+
+    equal_before, before = 0, 0
+    for first in range(0, n, LIST):
+        page = first + tl.arange(0, LIST)
+        candidate = _is_candidate(page, n)
+        key = tl.load(keys_ptr + page, mask=candidate & (page < end), other=MIN_KEY)
+        equal = (candidate & (key == threshold)).to(tl.int32)
+        rank = equal_before + tl.cumsum(equal, 0)
+        chosen = candidate & ((key > threshold) | ((equal > 0) & (rank <= room)))
+        chosen |= (page < n) & ((page == 0) | (page >= n - 2))
+        place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        physical = tl.load(table_ptr + page, mask=chosen, other=0).to(tl.int32)
+        tl.store(ids_ptr + place, physical, mask=chosen & (place < J))
+        equal_before += tl.sum(equal, 0)
+        before += tl.sum(chosen.to(tl.int32), 0)
+    for first in range(before // LIST * LIST, J, LIST):
+        entry = first + tl.arange(0, LIST)
+        tl.store(ids_ptr + entry, tl.zeros([LIST], tl.int32), mask=(entry >= before) & (entry < J))
+
+
+@triton.jit
+def _count(keys_ptr, keys, trial, end, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """How many keys are at least `trial`: of those in registers, or of all in memory."""
+    found = tl.sum((keys >= trial).to(tl.int32), 0)
+    if not WHOLE:
+        for first in range(COUNT, end, COUNT):
+            page = first + tl.arange(0, COUNT)
+            key = tl.load(keys_ptr + page, mask=page < end, other=MIN_KEY)
+            found += tl.sum((key >= trial).to(tl.int32), 0)
+    return found
+
+
+def programs(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
+) -> Iterator[Program]:
+    """What gpu_compile compiles: rows of 2,560, 8,192 and 16,384 pages (40K, 128K, 256K tokens)."""
+    from kernels_triton.gpu_compile import Program
+
+    group = num_heads // num_kv_heads
+    types = {
+        "q_ptr": f"*{dtype}", "landmarks_ptr": f"*{dtype}", "table_ptr": "*i32",
+        "num_pages_ptr": "*i32", "k_ptr": "*i32", "keys_ptr": "*i32",
+    }  # fmt: skip
+    strides = ("stride_qb", "stride_qn", "stride_lm", "stride_lk", "stride_tb", "P")
+    constants = {"R": group, "R_PAD": triton.next_power_of_2(group), "H": head_dim}
+    constants["BLOCK"] = tune_select(2560).score
+    yield Program(
+        "select_pages, score", _score, types | dict.fromkeys(strides, "i32"), constants, 4, 3
+    )
+    pointers = ("keys_ptr", "table_ptr", "num_pages_ptr", "k_ptr", "ids_ptr", "count_ptr")
+    types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("stride_tb", "P", "J"), "i32")
+    for pages in (2560, 8192, 16384):
+        tuning = tune_select(pages)
+        constants = {"COUNT": tuning.count, "WHOLE": tuning.count >= pages, "LIST": tuning.list}
+        name = f"select_pages, list of {pages} pages"
+        yield Program(name, _list, types, constants, tuning.num_warps, 3)

@@ -1,0 +1,343 @@
+"""Decode attention over listed pages of the paged cache: output and log-sum-exp, on GPU.
+
+    out = softmax(q k^T / sqrt(H)) v        over the first `length` tokens of the listed pages
+    lse = log(sum(exp(q k^T / sqrt(H))))    query t sees the first min(start + t + 1, length)
+
+Grid (K, B x blocks of queries, splits): one program owns one KV head of one row, X of its T x R
+queries (all of them up to 64, padded to 16 for the matrix unit), and one share of the row's tokens.
+It walks them in tiles of `tile` tokens, gathered page by page, one step of the online softmax each.
+The number of splits follows from the shapes alone; how far a split walks, from the row's length on
+the device: a row has max(ceil(tiles / splits), least) tiles per split, so that a short row occupies
+few programs and the rest end at once. KV heads are the fastest axis of the grid: in layouts where
+the heads of a token lie side by side they are read together.
+
+With one split the program writes the result. Else each writes its normalised output and its
+log-sum-exp in float32, and a second launch, grid (B T, N), weighs the outputs of the splits by
+exp(lse - max lse): 4 (H + 1) bytes per split and query, written and read once.
+
+On chip: num_stages - 1 tiles of keys and values in shared memory, 4 tile H bytes each in bfloat16
+(32 KiB at tile 64, H = 128); q, output and state of X queries in registers.
+
+Numerics: products take bfloat16 or float16 if the queries are that and the cache is that or float8
+(which is exact in both), else float32 (IEEE); they sum in float32, as do softmax and state. Powers
+of 2, with log2(e) in the scale, which multiplies the float32 scores and not the queries. Weights
+are rounded to the products' type for the second product; the denominator sums them unrounded.
+Values past the end are read as 0, since 0 x NaN is NaN. Offsets into the pool have 64 bits.
+
+The page ids of a tile are loaded one step ahead: loads that depend on a load of the same step would
+not be put into more than one buffer by Triton's pipeliner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_triton import float8
+from kernels_triton.tuning import PROCESSORS, DecodeTuning, tune_decode
+
+if TYPE_CHECKING:
+    from kernels_triton.gpu_compile import Program
+
+MAX_QUERIES = 64  # per program
+LOG2E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e30)
+
+
+def sparse_decode(
+    q_BTNH,
+    kv_pages_LKMxCH,
+    layer,
+    page_ids,
+    start_B,
+    length_B,
+    *,
+    page_scales_LKM=None,
+    tuning: DecodeTuning | None = None,
+    out_BTNH=None,
+):
+    """Attention of T query tokens per row over the listed pages: (out_BTNH, lse_BTN in float32).
+
+    kv_pages_LKMxCH: [L, K, M, 2, C, H] of any strides. page_ids: int [B, K, J] selected pages, or
+    [B, P] the page table itself (dense decode; no list is made). length_B: listed tokens, (count -
+    1) * C + tokens in the tail page; start_B: those of them that come before the first query. Query
+    t sees the first min(start + t + 1, length): new tokens attend causally to each other. Rows of
+    length 0 give 0 and LSE = -inf. page_scales_LKM: float32 [L, K, M, 2], what the stored keys and
+    values of each page are multiplied by (None = 1). out_BTNH: where to put the output. Nothing
+    waits for the device, and the grid depends on shapes only. ValueError for shapes that do not
+    belong together. Source: arXiv 2606.08446, section on sparse rollout; splits: flash-decoding.
+    """
+    B, T, N, H = q_BTNH.shape
+    _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM, out_BTNH)
+    kv = _readable(kv_pages_LKMxCH[layer])
+    K, _, _, C, _ = kv.shape
+    if out_BTNH is None:
+        out_BTNH = torch.empty(q_BTNH.shape, dtype=q_BTNH.dtype, device=q_BTNH.device)
+    float32 = {"dtype": torch.float32, "device": q_BTNH.device}
+    lse_BTN = torch.empty((B, T, N), **float32)
+    if lse_BTN.numel() == 0:
+        return out_BTNH, lse_BTN
+    tokens = page_ids.shape[-1] * C
+    product = _product_type(q_BTNH, kv)
+    itemsize = 4 if product == tl.float32 else kv.element_size()
+    tuning = tuning or tune_decode(itemsize, H, B * K, tokens, _processors(q_BTNH))
+    splits = tuning.splits
+    out, lse = out_BTNH[None], lse_BTN
+    if splits > 1:
+        out = torch.empty((splits, B, T, N, H), **float32)
+        lse = torch.empty((splits, B, T, N), **float32)
+    scales = None if page_scales_LKM is None else page_scales_LKM[layer]
+    R = N // K
+    X = max(16, min(MAX_QUERIES, triton.next_power_of_2(T * R)))
+    _attend[(K, B * triton.cdiv(T * R, X), splits)](
+        q_BTNH, kv, page_ids, scales, start_B, length_B, out, lse,
+        *q_BTNH.stride()[:3], *kv.stride()[:4],
+        page_ids.stride(0), page_ids.stride(1) if page_ids.ndim == 3 else 0,
+        *(scales.stride()[:2] if scales is not None else (0, 0)),
+        *out.stride()[:4], T, tokens, H**-0.5 * LOG2E,
+        R=R, C=C, H=H, X=X, TILE=tuning.tile, LEAST=tuning.least,
+        PARTS=splits > 1, DOT=product, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(B * T, N)](
+            out, lse, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
+            H=H, S=triton.next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
+    return out_BTNH, lse_BTN
+
+
+def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM, out_BTNH):
+    B, _, N, H = q_BTNH.shape
+    if kv_pages_LKMxCH.ndim != 6 or kv_pages_LKMxCH.shape[3::2] != (2, H):
+        raise ValueError(f"{kv_pages_LKMxCH.shape=}: expected [L, K, M, 2, C, {H}]; pass a view")
+    K = kv_pages_LKMxCH.shape[1]
+    if H < 16 or H & (H - 1):
+        raise ValueError(f"{H=}: expected a head dim of 16, 32, 64, ...; use the reference")
+    if N % K:
+        raise ValueError(f"{q_BTNH.shape=}: expected a multiple of the {K} KV heads in axis 2")
+    if page_ids.shape[:-1] not in ((B,), (B, K)):
+        raise ValueError(f"{page_ids.shape=}: expected [{B}, {K}, J] or [{B}, P]; pass one per row")
+    if start_B.shape != (B,) or length_B.shape != (B,):
+        raise ValueError(f"{start_B.shape=}, {length_B.shape=}: expected ({B},); pass one per row")
+    scales = None if page_scales_LKM is None else page_scales_LKM.shape
+    if scales not in (None, (*kv_pages_LKMxCH.shape[:3], 2)):
+        raise ValueError(f"page_scales_LKM: {scales=}: expected [L, K, M, 2] of the same pool")
+    if out_BTNH is not None and out_BTNH.shape != q_BTNH.shape:
+        raise ValueError(f"{out_BTNH.shape=}: expected {q_BTNH.shape}, as the queries")
+    named = {"q_BTNH": q_BTNH, "kv_pages_LKMxCH": kv_pages_LKMxCH, "page_ids": page_ids,
+             "page_scales_LKM": page_scales_LKM, "out_BTNH": out_BTNH}  # fmt: skip
+    for name, x in named.items():
+        if x is not None and x.stride(-1) != 1:
+            raise ValueError(f"{name}: {x.stride()=}: expected a last axis of stride 1; copy it")
+
+
+def _processors(x) -> int:
+    if not x.is_cuda:
+        return PROCESSORS
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def _readable(kv):
+    """The cache, as bytes if it is float8 and there is no conversion."""
+    if kv.dtype == torch.float8_e4m3fn and not _converts_float8(kv):
+        return kv.view(torch.uint8)
+    return kv
+
+
+def _converts_float8(x) -> bool:
+    """Whether Triton can read float8 e4m3 there: NVIDIA, 8.9 and newer."""
+    if not x.is_cuda or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _product_type(q, kv):
+    """The type both products take: exact for the cache, and for the queries."""
+    halves = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    if q.dtype in halves and (kv.dtype == q.dtype or kv.element_size() == 1):
+        return halves[q.dtype]
+    return tl.float32
+
+
+@triton.jit
+def _attend(
+    q_ptr,  # [B, T, N, H]
+    kv_ptr,  # [K, M, 2, C, H], one layer
+    ids_ptr,  # [B, K, J], or [B, P] with stride_ik = 0
+    scales_ptr,  # None or float32 [K, M, 2]
+    start_ptr,  # [B]
+    length_ptr,  # [B]
+    out_ptr,  # [splits, B, T, N, H]: float32, or with one split the output itself
+    lse_ptr,  # float32 [splits, B, T, N], contiguous
+    stride_qb, stride_qt, stride_qn,
+    stride_kk, stride_km, stride_kx, stride_kc,
+    stride_ib, stride_ik,
+    stride_sk, stride_sm,
+    stride_os, stride_ob, stride_ot, stride_on,
+    T,
+    tokens,  # width of a list
+    scale,  # log2(e) / sqrt(H)
+    R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, X: tl.constexpr,
+    TILE: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(T * R, X)
+    k = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) // blocks
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    num_rows = tl.num_programs(1) // blocks
+    x = (tl.program_id(1) % blocks) * X + tl.arange(0, X)
+    h = tl.arange(0, H)
+    t, n = x // R, tl.program_id(0) * R + x % R
+    start = tl.load(start_ptr + b).to(tl.int32)
+    length = tl.minimum(tl.load(length_ptr + b).to(tl.int32), tokens)
+    limit = tl.minimum(start + t + 1, length)
+    end = tl.minimum(start + T, length)
+    first, last = _share(tl.cdiv(end, TILE), split, splits, LEAST)
+
+    row = b.to(tl.int64)
+    q_offset = row * stride_qb + t[:, None] * stride_qt + n[:, None] * stride_qn + h[None, :]
+    q = tl.load(q_ptr + q_offset, mask=(t < T)[:, None], other=0.0).to(DOT)
+    ids_ptr += row * stride_ib + k * stride_ik
+    kv_ptr += k * stride_kk
+    m = tl.full([X], LOWEST, tl.float32)
+    denom = tl.zeros([X], tl.float32)
+    acc = tl.zeros([X, H], tl.float32)
+    token = first * TILE + tl.arange(0, TILE)
+    page = tl.load(ids_ptr + _entry(token, C), mask=token < end, other=0)
+    for _ in range(first, last):
+        exists = token < end
+        at = page.to(tl.int64) * stride_km + (token % C) * stride_kc
+        at = kv_ptr + at[:, None] + h[None, :]
+        key = tl.load(at, mask=exists[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(_number(key, DOT)), input_precision="ieee") * scale
+        if scales_ptr is not None:
+            scale_at = scales_ptr + k * stride_sk + page.to(tl.int64) * stride_sm
+            s *= tl.load(scale_at, mask=exists, other=0.0)[None, :]
+        page = tl.load(ids_ptr + _entry(token + TILE, C), mask=token + TILE < end, other=0)
+        s = tl.where(_visible(token[None, :], limit[:, None]), s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        shrink = tl.exp2(m - m_new)
+        denom = denom * shrink + tl.sum(p, 1)
+        if scales_ptr is not None:
+            p *= tl.load(scale_at + 1, mask=exists, other=0.0)[None, :]
+        value = tl.load(at + stride_kx, mask=exists[:, None], other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(DOT), _number(value, DOT), acc, input_precision="ieee")
+        m = m_new
+        token += TILE
+
+    # A NaN is unequal to 0: it is passed on and not taken for an empty share.
+    seen = denom != 0
+    safe = tl.where(seen, denom, 1.0)
+    lse = tl.where(seen, (m + tl.log2(safe)) * 0.6931471805599453, -float("inf"))
+    line = (split.to(tl.int64) * num_rows + b) * T
+    heads = tl.num_programs(0) * R
+    tl.store(lse_ptr + (line + t) * heads + n, lse, mask=t < T)
+    out_ptr += split.to(tl.int64) * stride_os + row * stride_ob
+    out_ptr += t[:, None] * stride_ot + n[:, None] * stride_on + h[None, :]
+    wanted = t < T
+    if PARTS:
+        wanted &= seen  # _combine reads no output of an empty share
+    tl.store(out_ptr, (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=wanted[:, None])
+
+
+@triton.jit
+def _share(tiles, split, splits, LEAST: tl.constexpr):
+    """First tile of a split, and the one after its last."""
+    share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
+    return split * share, tl.minimum(split * share + share, tiles)
+
+
+@triton.jit
+def _entry(token, C: tl.constexpr):
+    return token // C
+
+
+@triton.jit
+def _number(x, DOT: tl.constexpr):
+    """In the products' type; bytes are float8."""
+    if x.dtype == tl.uint8:
+        return float8.decode(x).to(DOT)
+    return x.to(DOT)
+
+
+@triton.jit
+def _visible(token, limit):
+    return token < limit
+
+
+@triton.jit
+def _combine(
+    part_ptr,  # float32 [splits, B, T, N, H]
+    part_lse_ptr,  # float32 [splits, B, T, N]
+    out_ptr,  # [B, T, N, H]
+    lse_ptr,  # float32 [B, T, N]
+    stride_ob, stride_ot, stride_on,
+    T, splits,
+    H: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    line, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_queries = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    at = line * tl.num_programs(1) + n
+    s, h = tl.arange(0, S), tl.arange(0, H)
+    part = tl.load(part_lse_ptr + s * num_queries + at, mask=s < splits, other=-float("inf"))
+    top = tl.maximum(tl.max(part, 0), LOWEST)
+    weight = _weight(part, top)
+    total = tl.sum(weight, 0)
+    used = part != -float("inf")
+    offset = (s * num_queries + at)[:, None] * H + h[None, :]
+    parts = tl.load(part_ptr + offset, mask=used[:, None], other=0.0)
+    safe = tl.where(total != 0, total, 1.0)
+    acc = tl.sum(parts * weight[:, None], 0) / safe
+    tl.store(lse_ptr + at, tl.where(total != 0, top + tl.log(safe), -float("inf")))
+    out_ptr += (line // T) * stride_ob + (line % T) * stride_ot + n * stride_on
+    tl.store(out_ptr + h, acc.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _weight(lse, top):
+    return tl.exp(lse - top)
+
+
+def programs(
+    dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
+) -> Iterator[Program]:
+    """What gpu_compile compiles: one and four tokens per row, and the sum over splits.
+
+    dtype: of the cache, as in a Triton signature; queries are bf16 where it is float8, which is
+    fp8e4nv where the architecture converts it (see _converts_float8) and u8 elsewhere.
+    """
+    from kernels_triton.gpu_compile import Program
+
+    scaled = dtype in ("fp8e4nv", "u8")
+    outer = "bf16" if scaled else dtype
+    size = {"fp32": 4}.get(dtype, 1 if scaled else 2)
+    tuning = tune_decode(size, head_dim, 64 * num_kv_heads, 256 * page)
+    group = num_heads // num_kv_heads
+    types = {
+        "q_ptr": f"*{outer}", "kv_ptr": f"*{dtype}", "ids_ptr": "*i32", "scales_ptr": "*fp32",
+        "start_ptr": "*i32", "length_ptr": "*i32", "out_ptr": "*fp32", "lse_ptr": "*fp32",
+    }  # fmt: skip
+    numbers = _attend.arg_names[len(types) : _attend.arg_names.index("R")]
+    types |= dict.fromkeys(numbers, "i32") | {"scale": "fp32"}
+    product = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[outer]
+    for T in (1, 4):
+        constants = {
+            "R": group, "C": page, "H": head_dim,
+            "X": max(16, min(MAX_QUERIES, triton.next_power_of_2(T * group))),
+            "TILE": tuning.tile, "LEAST": tuning.least, "PARTS": tuning.splits > 1, "DOT": product,
+        }  # fmt: skip
+        constants |= {} if scaled else {"scales_ptr": None}
+        yield Program(
+            f"sparse_decode, {T} x {group} queries", _attend, types, constants,
+            tuning.num_warps, tuning.num_stages,
+        )  # fmt: skip
+    numbers = ("stride_ob", "stride_ot", "stride_on", "T", "splits")
+    types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": f"*{outer}"}
+    types |= {"lse_ptr": "*fp32"} | dict.fromkeys(numbers, "i32")
+    yield Program("sparse_decode, splits", _combine, types, {"H": head_dim, "S": 16}, 4, 3)

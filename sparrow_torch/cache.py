@@ -1,0 +1,15 @@
+"""The arrays of the paged KV cache; common/pages.py keeps the book of who owns which page."""
+
+from __future__ import annotations
+
+import torch
+
+from sparrow_torch.model import Decoder
+
+
+def allocate(model: Decoder, num_pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """kv_pages_LKMxCH and landmarks_LMKH, zeroed, with the null page, as the weights are placed."""
+    g = model.geometry
+    kv = (g.num_layers, g.num_kv_heads, num_pages, 2, page_size, g.head_dim)
+    marks = (g.num_layers, num_pages, g.num_kv_heads, g.head_dim)
+    return model.embed_VD.new_zeros(kv), model.embed_VD.new_zeros(marks)

@@ -1,0 +1,28 @@
+"""Hugging Face model directories (common/hf.py) into and out of a torch decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import hf
+from kernels_triton.ops import REFERENCE, Ops
+from sparrow_torch.model import Decoder
+
+
+def load(path: str | Path, *, ops: Ops = REFERENCE, dtype=torch.float32, device=None) -> Decoder:
+    """The decoder that the directory describes, with its weights."""
+    geometry, weights = hf.load(path)
+    model = Decoder(geometry, ops=ops, dtype=dtype, device=device)
+    model.load(dict(weights))
+    return model
+
+
+def save(path: str | Path, model: Decoder, extra: Mapping[str, Any] | None = None) -> None:
+    """config.json and model.safetensors, in float32 or bfloat16 as the weights are."""
+    dtype = "bfloat16" if model.embed_VD.dtype == torch.bfloat16 else "float32"
+    params = {name: x.detach().float().cpu().numpy() for name, x in model.named_parameters()}
+    hf.save(path, model.geometry, params, dtype, extra)

@@ -1,0 +1,41 @@
+"""`--config.rollout.engine=torch` trains as the JAX engine does, step by step."""
+
+import numpy as np
+import pytest
+
+from common import cli, metrics, overrides, setup
+from common.config import Config
+from common.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+RECIPE = "--config=configs/smoke.py --config.num_steps=2 --config.eval_every=0"
+
+
+def train(engine, path):
+    arguments = f"train {RECIPE} --run={path} --config.rollout.engine={engine}"
+    assert cli.main(arguments.split()) == 0
+    return metrics.read_metrics(path)
+
+
+def test_both_engines_give_the_same_record(tmp_path, capsys):
+    """Sampled tokens, rewards and mismatch of two steps, before and after a push."""
+    got, want = (train(engine, tmp_path / engine) for engine in ("torch", "jax"))
+    assert "engine torch" in capsys.readouterr().out
+    assert len(got) == len(want) == 2
+    for a, b in zip(got, want, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            timed = name.startswith(("time/", "throughput/", "memory/"))
+            if isinstance(b[name], (int, float)) and not timed:
+                np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-4, err_msg=name)
+    assert want[0]["rollout/tokens"] > 100
+
+
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch):
+    find = setup.importlib.util.find_spec
+    monkeypatch.setattr(
+        setup.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
+    )
+    config = overrides.apply(Config(), {"rollout.engine": "torch"})
+    with pytest.raises(UserError, match="torch is not installed; run: pip install"):
+        setup.engine_package(config)

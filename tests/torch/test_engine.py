@@ -1,0 +1,153 @@
+"""The torch engine against the JAX engine: the same weights and seed give the same tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from common.config import ModelConfig, RolloutConfig
+from common.schedule import DENSE, Schedule
+from common.types import Prompt
+from kernels_triton.ops import REFERENCE
+from sparrow_jax.backend import export_weights
+from sparrow_jax.engine import Engine as JaxEngine
+from sparrow_jax.model import Decoder as JaxDecoder
+from sparrow_torch.engine import Engine
+from sparrow_torch.model import Decoder
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+QWEN = ModelConfig(
+    vocab_size=48, num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
+    head_dim=8, rope_theta=1e4, qk_gain=2.0,
+)  # fmt: skip
+LLAMA = ModelConfig(
+    vocab_size=48, num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
+    head_dim=8, rope_theta=1e4, qk_norm=False, tie_embeddings=False,
+)  # fmt: skip
+PAGE = 4
+SPARSE = Schedule(page_size=PAGE, bin_tokens=16, budgets=(0, 1, 2))
+ALL_PAGES = Schedule(page_size=PAGE, bin_tokens=16, budgets=(1, 5, DENSE))
+LENGTHS = [1, 3, 4, 5, 8, 15, 16, 17, 24]
+STOP = [7, 11]
+
+
+@functools.cache
+def weights(geometry, seed=0):
+    """Graph and parameters whose distributions are peaked enough to tell tokens apart."""
+    graph, params = nnx.split(JaxDecoder(geometry, np.random.default_rng(seed)))
+    return graph, jax.tree.map(lambda x: x * 1.5, params)
+
+
+def config(**kwargs):
+    settings = {
+        "page_size": PAGE, "max_prompt_tokens": 24, "max_response_tokens": 26, "num_slots": 8,
+        "decode_chunk": 8, "prefill_chunk": 16, "num_dense_layers": 1,
+    }  # fmt: skip
+    return RolloutConfig(**settings | kwargs)
+
+
+@functools.cache
+def jax_engine(geometry):
+    graph, params = weights(geometry)
+    engine = JaxEngine(graph, geometry, config(), STOP, jnp.float32)
+    engine.load_weights(params, 3)
+    return engine
+
+
+@functools.cache
+def torch_engine(geometry=QWEN, **kwargs):
+    engine = Engine(geometry, config(**kwargs), STOP, torch.float32, ops=REFERENCE, device="cpu")
+    engine.load_weights(export_weights(weights(geometry)[1]), 3)
+    return engine
+
+
+def generate(engine, schedule=SPARSE, **kwargs):
+    prompts = [
+        Prompt(
+            prompt_id=i, task="x", answer={},
+            tokens=np.random.default_rng(i).integers(12, 48, n).astype(np.int32),
+        )
+        for i, n in enumerate(LENGTHS)
+    ]  # fmt: skip
+    settings = {"num_samples": 3, "seed": 5, "schedule": schedule} | kwargs
+    return engine.generate(prompts, **settings)
+
+
+def assert_same(got, want):
+    np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
+    np.testing.assert_array_equal(got.response_mask_BT, want.response_mask_BT)
+    np.testing.assert_array_equal(got.version_BT, want.version_BT)
+    np.testing.assert_allclose(got.logp_sparse_BT, want.logp_sparse_BT, atol=5e-5)
+
+
+@pytest.mark.parametrize("geometry", [QWEN, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("schedule", [None, SPARSE, ALL_PAGES], ids=["dense", "sparse", "all"])
+def test_the_same_tokens_as_jax(geometry, schedule):
+    """27 sequences; shared prompts, slots refilled, rows of one to thirteen pages."""
+    got, want = (generate(f(geometry), schedule) for f in (torch_engine, jax_engine))
+    assert_same(got, want)
+    assert want.total_len_B.max() > 40 and want.response_mask_BT.sum() > 300
+
+
+@pytest.mark.parametrize("sampling", [
+    {"temperature": 0.6}, {"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.8},
+])  # fmt: skip
+def test_the_same_tokens_at_other_temperatures_and_top_p(sampling):
+    assert_same(*(generate(f(QWEN), **sampling) for f in (torch_engine, jax_engine)))
+
+
+def test_schedule_seed_and_weights_make_a_difference():
+    tokens = generate(torch_engine()).tokens_BT
+    for other in (generate(torch_engine(), None), generate(torch_engine(), seed=6)):
+        assert other.tokens_BT.shape != tokens.shape or (other.tokens_BT != tokens).any()
+    engine = Engine(QWEN, config(), STOP, torch.float32, ops=REFERENCE, device="cpu")
+    engine.load_weights(export_weights(weights(QWEN, seed=1)[1]), 3)
+    other = generate(engine).tokens_BT
+    assert other.shape != tokens.shape or (other != tokens).any()
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_slots": 3}, {"decode_chunk": 1}, {"prefill_chunk": 5}, {"cache_pages": 1 + 3 * 13},
+])  # fmt: skip
+def test_settings_change_nothing(settings):
+    assert_same(generate(torch_engine(QWEN, **settings)), generate(torch_engine()))
+
+
+def test_weights_are_copied_and_checked():
+    """The learner reuses its buffers: later changes of the source must not reach the model."""
+    source = {n: np.array(x) for n, x in export_weights(weights(QWEN)[1]).items()}
+    model = Decoder(QWEN)
+    model.load(source)
+    source["embed_VD"][:] = 0
+    assert model.embed_VD.abs().sum() > 0
+    with pytest.raises(ValueError, match="embed_VD: shape"):
+        model.load(source | {"embed_VD": np.zeros((3, 32), np.float32)})
+    with pytest.raises(ValueError, match="geometry: final_norm_D on one side only"):
+        model.load({n: x for n, x in source.items() if n != "final_norm_D"})
+
+
+def test_the_engine_samples_the_same_tokens_with_triton_kernels():
+    """Interpreted, so two rows and a few tokens; the schedule leaves pages out."""
+    pytest.importorskip("triton", reason="there is no triton for this machine")
+    from kernels_triton.ops import kernels
+
+    settings = config(num_slots=2, decode_chunk=2, max_response_tokens=4, prefill_chunk=24)
+    geometry = dataclasses.replace(QWEN, head_dim=32)
+    graph, params = nnx.split(JaxDecoder(geometry, np.random.default_rng(0)))
+    results = []
+    for ops, schedule in ((REFERENCE, SPARSE), (kernels(), SPARSE), (REFERENCE, None)):
+        engine = Engine(geometry, settings, STOP, torch.float32, ops=ops, device="cpu")
+        engine.load_weights(export_weights(params), 3)
+        tokens = np.random.default_rng(1).integers(12, 48, 24).astype(np.int32)
+        prompt = Prompt(prompt_id=0, task="x", answer={}, tokens=tokens)
+        results.append(engine.generate([prompt], num_samples=2, seed=5, schedule=schedule))
+    want, got, dense = results
+    assert_same(got, want)
+    assert np.abs(dense.logp_sparse_BT[:, :25] - want.logp_sparse_BT[:, :25]).max() < 1e-6
+    assert np.abs(dense.logp_sparse_BT - want.logp_sparse_BT).max() > 1e-4
