@@ -67,7 +67,7 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minutes, resumable
 	$(SPARROW) study --config=$(CONFIG) --out=$(STUDY)

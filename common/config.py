@@ -309,7 +309,7 @@ class Config(_Checked):
     keep_checkpoints: int = setting(2, "older complete checkpoints are deleted")
     attention: str = setting(
         "auto",
-        "Pallas kernels or plain XLA; auto: kernels where they can run",
+        "Pallas or Triton kernels, or plain XLA or torch; auto: kernels where they can run",
         choices=("auto", "kernel", "reference"),
     )
     model: ModelConfig = field(default_factory=ModelConfig)
