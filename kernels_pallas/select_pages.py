@@ -37,10 +37,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import page_list
 from kernels_pallas.reference import NUM_RESERVED
 from kernels_pallas.tuning import LANES, SUBLANES, tune_select
-
-LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 def select_pages(
@@ -220,8 +219,9 @@ def _kernel(
 
     def clear(g, _):
         """Every candidate with the same score, which is right where no score is needed."""
-        page = _pages(g, group, keys_ref.shape[1])
-        keys_ref[pl.ds(g * group, group)] = jnp.where(_is_candidate(page, n), 0, LOWEST)
+        page = page_list.page_of_lane(g, group, keys_ref.shape[1])
+        candidate = page_list.is_candidate(page, n)
+        keys_ref[pl.ds(g * group, group)] = jnp.where(candidate, 0, page_list.LOWEST)
         return 0
 
     lax.fori_loop(0, num_groups, clear, 0)
@@ -244,20 +244,9 @@ def _kernel(
     lax.fori_loop(0, ahead, first, 0)
     lax.fori_loop(0, num_units - ahead, functools.partial(score, more=True), 0)
     lax.fori_loop(num_units - ahead, num_units, functools.partial(score, more=False), 0)
-    threshold, above = _threshold(keys_ref, k, num_groups, undecided, tuning)
+    threshold, above = page_list.find_threshold(keys_ref, k, num_groups, undecided, tuning)
     list_ref[0] = jnp.zeros(list_ref.shape[1:], jnp.int32)
-    _write_list(list_ref, keys_ref, ids_ref, threshold, k - above, n, num_groups, group)
-
-
-def _pages(g, group, rows):
-    """Logical page of every lane of group g, int32 [group, rows, 128]."""
-    shape = (group, rows, LANES)
-    block = g * group + lax.broadcasted_iota(jnp.int32, shape, 0)
-    return block * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
-
-
-def _is_candidate(page, n):
-    return (page >= 1) & (page < n - 2)
+    page_list.write_list(list_ref, keys_ref, ids_ref, threshold, k - above, n, num_groups, group)
 
 
 def _slot(unit, ring):
@@ -303,7 +292,8 @@ def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads):
     place = lane - part * num
     row = lax.div(lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) * R, num_heads)
     score = _take_from(scores, place * R + row)
-    key = jnp.where(_is_candidate(block * LANES + lane, n), _ordered(score), LOWEST)
+    candidate = page_list.is_candidate(block * LANES + lane, n)
+    key = jnp.where(candidate, page_list.ordered_key(score), page_list.LOWEST)
     keys_ref[block] = jnp.where((place >= 0) & (place < num), key, keys_ref[block])
 
 
@@ -314,116 +304,5 @@ def _take_from(x, at):
         piece = x[:, first : first + LANES]
         piece = jnp.pad(piece, ((0, 0), (0, LANES - piece.shape[1])))
         here = (at >= first) & (at < first + LANES)
-        out = jnp.where(here, _take(piece, at & (LANES - 1)), out)
+        out = jnp.where(here, page_list.take(piece, at & (LANES - 1)), out)
     return out
-
-
-def _ordered(score):
-    """int32 that compare as the float32 do; both zeros are equal."""
-    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & HIGHEST)
-
-
-def _count(keys_ref, thresholds, num_groups, group):
-    """Per threshold, how many keys of each head reach it: float32 [rows, 1]."""
-
-    def add(g, totals):
-        keys = keys_ref[pl.ds(g * group, group)]
-        reached = [jnp.where(keys >= t, 1.0, 0.0).sum(0) for t in thresholds]
-        return tuple(total + r for total, r in zip(totals, reached, strict=True))
-
-    zero = jnp.zeros(keys_ref.shape[1:], jnp.float32)
-    totals = lax.fori_loop(0, num_groups, add, (zero,) * len(thresholds))
-    return [t.sum(1, keepdims=True) for t in totals]
-
-
-def _threshold(keys_ref, k, num_groups, undecided, tuning):
-    """The k-th largest key of each head, and how many are above: int32 [rows, 1] both.
-
-    threshold = max {t: at least k keys are >= t}, found from its highest bits down. Nothing is
-    above it if k = 0, every candidate if all are to be taken.
-    """
-    rows, digit = keys_ref.shape[1], tuning.digit
-    wanted = k.astype(jnp.float32)
-
-    def add_digit(i, threshold):
-        shift = 32 - digit * (i + 1)
-        tries = [threshold + lax.shift_left(jnp.int32(m), shift) for m in range(1, 2**digit)]
-        counts = _count(keys_ref, tries, num_groups, tuning.group)
-        reached = sum(jnp.where(c >= wanted, 1, 0) for c in counts)
-        return threshold + lax.shift_left(reached, shift)
-
-    start = jnp.full((rows, 1), jnp.where(k == 0, HIGHEST, LOWEST), jnp.int32)
-    threshold = lax.fori_loop(0, jnp.where(undecided, 32 // digit, 0), add_digit, start)
-    # t + 1 overflows at k = 0 only, where nothing is to be counted.
-    (above,) = _count(keys_ref, [threshold + 1], num_groups, tuning.group)
-    return threshold, jnp.where(k == 0, 0, above.astype(jnp.int32))
-
-
-def _write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, group):
-    """Put the chosen pages of each head in a row; room: how many keys equal to the threshold."""
-    K, width = list_ref.shape[1:]
-    rows = keys_ref.shape[1]
-    before = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
-    upper = (before <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)).astype(jnp.bfloat16)
-    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-
-    def some(g, carry):
-        equals, listed = carry
-        keys = keys_ref[pl.ds(g * group, group)]
-        page = _pages(g, group, rows)
-        equal = keys == threshold
-        rank, equals = _ranks(equal, upper, equals)
-        chosen = (keys > threshold) | (equal & (rank <= room))
-        chosen |= ((page == 0) | (page >= n - 2)) & (page < n)
-        rank, total = _ranks(chosen, upper, listed)
-        found = []
-        for i in range(group):
-            base = listed if i == 0 else rank[i - 1, :, LANES - 1 :]
-            end = rank[i, :, LANES - 1 :]
-            # Entries base .. base + 127 of the list, each in the lane where it will be stored.
-            entry = base + ((lane - base) & (LANES - 1))
-            at = _search(rank[i], entry)
-            ids = jnp.broadcast_to(ids_ref[0, pl.ds(g * group + i, 1)], (rows, LANES))
-            found.append((jnp.where(entry < end, entry, -1), _take(ids, at)))
-        for first in range(0, width, LANES):
-            old = list_ref[0, :, first : first + LANES]
-            for entry, ids in found:
-                here = (entry >= first) & (entry < first + LANES)
-                old = jnp.where(here[:K], ids[:K], old)
-            list_ref[0, :, first : first + LANES] = old
-        return equals, total
-
-    zero = jnp.zeros((rows, 1), jnp.int32)
-    lax.fori_loop(0, num_groups, some, (zero, zero))
-
-
-def _ranks(chosen, upper, before):
-    """Chosen pages up to and with each lane, after `before` earlier ones; and the new total.
-
-    A product of zeros and ones: exact in bfloat16 with sums in float32.
-    """
-    group, rows, _ = chosen.shape
-    ones = jnp.where(chosen, 1.0, 0.0).reshape(group * rows, LANES).astype(jnp.bfloat16)
-    rank = jnp.dot(ones, upper, preferred_element_type=jnp.float32)
-    rank = rank.reshape(chosen.shape).astype(jnp.int32)
-    out = []
-    for i in range(group):
-        out.append(rank[i] + before)
-        before = before + rank[i, :, LANES - 1 :]
-    return jnp.stack(out), before
-
-
-def _search(rank, entry):
-    """Lane of the page that is entry number `entry`: how many lanes have a rank <= entry."""
-    at = jnp.zeros(entry.shape, jnp.int32)
-    step = LANES // 2
-    while step:
-        at = jnp.where(_take(rank, at + (step - 1)) <= entry, at + step, at)
-        step //= 2
-    return at
-
-
-def _take(x, lanes):
-    """x at other lanes of the same row."""
-    return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")

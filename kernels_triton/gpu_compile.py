@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.errors import TritonError
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -85,7 +86,7 @@ def compile_program(arch: str, p: Program) -> Compiled:
     start = time.perf_counter()
     try:
         compiled = triton.compile(source, target=TARGETS[arch], options=options)
-    except Exception as e:  # the compiler has no common base class of its errors
+    except (TritonError, RuntimeError) as e:  # of Triton itself, and of the passes of MLIR
         text = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         return Compiled(arch=arch, name=p.name, seconds=time.perf_counter() - start, error=text)
     seconds, shared = time.perf_counter() - start, compiled.metadata.shared
@@ -116,6 +117,10 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int]:
         file.write_text(ptx)
         command = [assembler, "-v", f"--gpu-name={name}", file, "-o", os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return _nvidia_registers(report)
+
+
+def _nvidia_registers(report: str) -> tuple[int, int]:
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
 
@@ -161,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="regular expression: only matching programs")
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
     arguments = parser.parse_args(argv)
-    os.environ.pop("TRITON_INTERPRET", None)  # before the kernels are imported: no interpreter
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("TRITON_INTERPRET is set: Triton compiles nothing then; unset it")
+    triton.knobs.compilation.always_compile = True  # nothing that an earlier run has kept
     archs = arguments.archs.split(",")
     if unknown := set(archs) - set(TARGETS):
         parser.error(

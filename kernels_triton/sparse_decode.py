@@ -58,7 +58,6 @@ def sparse_decode(
     *,
     page_scales_LKM=None,
     tuning: DecodeTuning | None = None,
-    out_BTNH=None,
 ):
     """Attention of T query tokens per row over the listed pages: (out_BTNH, lse_BTN in float32).
 
@@ -67,16 +66,15 @@ def sparse_decode(
     1) * C + tokens in the tail page; start_B: those of them that come before the first query. Query
     t sees the first min(start + t + 1, length): new tokens attend causally to each other. Rows of
     length 0 give 0 and LSE = -inf. page_scales_LKM: float32 [L, K, M, 2], what the stored keys and
-    values of each page are multiplied by (None = 1). out_BTNH: where to put the output. Nothing
-    waits for the device, and the grid depends on shapes only. ValueError for shapes that do not
+    values of each page are multiplied by (None = 1). Nothing waits for
+    the device, and the grid depends on shapes only. ValueError for shapes that do not
     belong together. Source: arXiv 2606.08446, section on sparse rollout; splits: flash-decoding.
     """
     B, T, N, H = q_BTNH.shape
-    _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM, out_BTNH)
+    _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM)
     kv = _readable(kv_pages_LKMxCH[layer])
     K, _, _, C, _ = kv.shape
-    if out_BTNH is None:
-        out_BTNH = torch.empty(q_BTNH.shape, dtype=q_BTNH.dtype, device=q_BTNH.device)
+    out_BTNH = torch.empty(q_BTNH.shape, dtype=q_BTNH.dtype, device=q_BTNH.device)
     float32 = {"dtype": torch.float32, "device": q_BTNH.device}
     lse_BTN = torch.empty((B, T, N), **float32)
     if lse_BTN.numel() == 0:
@@ -110,7 +108,7 @@ def sparse_decode(
     return out_BTNH, lse_BTN
 
 
-def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM, out_BTNH):
+def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM):
     B, _, N, H = q_BTNH.shape
     if kv_pages_LKMxCH.ndim != 6 or kv_pages_LKMxCH.shape[3::2] != (2, H):
         raise ValueError(f"{kv_pages_LKMxCH.shape=}: expected [L, K, M, 2, C, {H}]; pass a view")
@@ -126,10 +124,8 @@ def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM
     scales = None if page_scales_LKM is None else page_scales_LKM.shape
     if scales not in (None, (*kv_pages_LKMxCH.shape[:3], 2)):
         raise ValueError(f"page_scales_LKM: {scales=}: expected [L, K, M, 2] of the same pool")
-    if out_BTNH is not None and out_BTNH.shape != q_BTNH.shape:
-        raise ValueError(f"{out_BTNH.shape=}: expected {q_BTNH.shape}, as the queries")
     named = {"q_BTNH": q_BTNH, "kv_pages_LKMxCH": kv_pages_LKMxCH, "page_ids": page_ids,
-             "page_scales_LKM": page_scales_LKM, "out_BTNH": out_BTNH}  # fmt: skip
+             "page_scales_LKM": page_scales_LKM}  # fmt: skip
     for name, x in named.items():
         if x is not None and x.stride(-1) != 1:
             raise ValueError(f"{name}: {x.stride()=}: expected a last axis of stride 1; copy it")

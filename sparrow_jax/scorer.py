@@ -6,13 +6,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from common import batching
+from common.batched_scorer import BatchedScorer
 from common.config import Config
-from common.schedule import Schedule
-from common.types import Replay, Rollout, Scored
 
 
 def next_token_view(hidden_BTD, tokens_BT):
@@ -61,72 +58,21 @@ def _replay(
     return align(alpha, tokens_BT, 1.0), align(logp, tokens_BT)
 
 
-class JaxScorer:
-    """Scorer of common/protocols.py; sequences run in length buckets of static shape."""
+class JaxScorer(BatchedScorer):
+    """The passes of common/batched_scorer.py."""
 
     def __init__(self, graph, config: Config, dtype):
-        self.graph, self.config, self.dtype = graph, config, dtype
-        self.params, self.version = None, -1
+        super().__init__(config)
+        self.graph, self.dtype = graph, dtype
 
-    def load_weights(self, params, version: int) -> None:
-        """Weights of the next passes."""
-        self.params, self.version = params, version
+    def score(self, tokens_BT, temperature):
+        out = _score(self.params, tokens_BT, temperature, graph=self.graph, dtype=self.dtype)
+        return jax.device_get(out)
 
-    def logprobs(self, rollout: Rollout, *, temperature: float | None = None) -> Scored:
-        """Dense log-probs at the sampling temperature, 0 outside the response."""
-        logp = np.zeros(rollout.tokens_BT.shape, np.float32)
-        entropy = np.zeros_like(logp)
-        for rows, tokens in self._batches(rollout, np.arange(len(logp))):
-            out = _score(
-                self.params, tokens, self._temperature(temperature),
-                graph=self.graph, dtype=self.dtype,
-            )  # fmt: skip
-            _put(rollout, rows, (logp, entropy), out)
-        return Scored(logp_dense_BT=logp, entropy_BT=entropy)
-
-    def replay(
-        self,
-        rollout: Rollout,
-        rows: np.ndarray,
-        schedule: Schedule | None,
-        *,
-        temperature: float | None = None,
-    ) -> Replay:
-        """Exact acceptance rate of `rows` under a schedule; None compares dense with dense."""
+    def overlap(self, tokens_BT, prompt_len_B, budget_T, temperature):
         config = self.config.rollout
-        alpha = np.ones(rollout.tokens_BT.shape, np.float32)
-        logp = np.zeros_like(alpha)
-        for part, tokens in self._batches(rollout, np.asarray(rows)):
-            prompt_len = np.zeros(len(tokens), np.int32)
-            prompt_len[: len(part)] = rollout.prompt_len_B[part]
-            budget = None
-            if schedule is not None:
-                budget = schedule.budgets_at(np.arange(tokens.shape[1]))
-            out = _replay(
-                self.params, tokens, prompt_len, budget, self._temperature(temperature),
-                graph=self.graph, dtype=self.dtype, page=config.page_size,
-                num_dense=config.num_dense_layers,
-            )  # fmt: skip
-            _put(rollout, part, (alpha, logp), out)
-        rows = np.asarray(rows, np.int32)
-        alpha = np.clip(alpha[rows], 0, 1)  # float32 sums of min() leave [0, 1] by rounding only
-        return Replay(rows=rows, alpha_BT=alpha, logp_replay_BT=logp[rows])
-
-    def _temperature(self, temperature):
-        value = self.config.rollout.temperature if temperature is None else temperature
-        return np.float32(value or 1.0)
-
-    def _batches(self, rollout: Rollout, rows: np.ndarray):
-        c = self.config.learner
-        for part, T, B in batching.length_batches(
-            rollout.total_len_B[rows], c.tokens_per_microbatch, buckets=c.length_buckets
-        ):
-            yield rows[part], batching.take_rows(rollout.tokens_BT, rows[part], T, B)
-
-
-def _put(rollout: Rollout, rows, arrays, outputs) -> None:
-    """Write the response entries of `outputs` [B, T] into `arrays` at `rows`."""
-    for array, out in zip(arrays, jax.device_get(outputs), strict=True):
-        width = min(array.shape[1], out.shape[1])
-        mask = rollout.response_mask_BT[rows, :width]
-        array[rows, :width] = np.where(mask, out[: len(rows), :width], array[rows, :width])
+        out = _replay(
+            self.params, tokens_BT, prompt_len_B, budget_T, temperature, graph=self.graph,
+            dtype=self.dtype, page=config.page_size, num_dense=config.num_dense_layers,
+        )  # fmt: skip
+        return jax.device_get(out)

@@ -16,9 +16,7 @@ def build_engine(config: Config, *, geometry: ModelConfig, stop_ids: Sequence[in
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ops = resolve(config.attention, device, head_dim=geometry.head_dim)
     dtype = compute_dtype(config.learner.dtype, device)
-    engine = Engine(geometry, config.rollout, stop_ids, dtype, ops=ops, device=device)
-    engine.description = f"torch {torch.__version__} on {device}, {ops.name}"
-    return engine
+    return Engine(geometry, config.rollout, stop_ids, dtype, ops=ops, device=device)
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:

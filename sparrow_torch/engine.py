@@ -24,7 +24,7 @@ class Engine(PagedEngine):
         super().__init__(config, stop_ids)
         self.device = torch.device(device)
         self.model = Decoder(geometry, ops=ops, dtype=dtype, device=self.device)
-        self.description = ""
+        self.description = f"torch {torch.__version__} on {self.device}, {ops.name}"
         self._cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_weights(self, params: Mapping[str, Any], version: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +51,7 @@ class Decoder(torch.nn.Module):
             differ = ", ".join(sorted(own.keys() ^ weights.keys()))
             raise ValueError(f"weights of another geometry: {differ} on one side only")
         for name, x in weights.items():
-            tensor = torch.as_tensor(x) if hasattr(x, "__array_interface__") else from_dlpack(x)
+            tensor = torch.tensor(x) if isinstance(x, np.ndarray) else torch.from_dlpack(x)
             if tensor.shape != own[name].shape:
                 raise ValueError(
                     f"{name}: shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}; "
@@ -124,11 +125,6 @@ class Decoder(torch.nn.Module):
 
     def _layer(self, layer: int) -> dict[str, torch.Tensor]:
         return {name: w[layer] for name, w in self.layers.items()}
-
-
-def from_dlpack(x) -> torch.Tensor:
-    """A view of another framework's array."""
-    return torch.from_dlpack(x)
 
 
 def _project(g, w, x_BTD, position_BT):

@@ -180,6 +180,38 @@ def check_decode(decode, case: Paged, q_BTNH, num_new_B, k_B=None, max_selected=
         close(lse[b, :n], want_lse, f"log-sum-exp of row {b}, length {lengths[b]}")
 
 
+def scaled_pages(case: Paged, seed=5):
+    """Random scales [L, K, M, 2] of keys and values by page, and both as they then count."""
+    _, K, M = case.kv_pages.shape[:3]
+    scales = np.full((LAYER + 1, K, M, 2), np.nan, np.float32)
+    scales[LAYER] = np.exp(np.random.default_rng(seed).normal(size=(K, M, 2)) / 2)
+    keys, values = (
+        [x * scales[LAYER, :, pages[np.arange(len(x)) // case.page_size], i][:, :, None]
+         for x, pages in zip(rows, case.table_BP, strict=True)]
+        for i, rows in enumerate((case.keys, case.values))
+    )  # fmt: skip
+    return scales, keys, values
+
+
+def decode_errors(decode, case: Paged, pool, q, keys, values):
+    """Largest error of output and log-sum-exp against the oracle, dense, one token per row.
+
+    For caches and queries of narrow types; keys and values [S, K, H] of each row as they count.
+    """
+    length = case.length_B
+    out, lse = decode(q, pool, LAYER, case.table_BP, length - 1, length)
+    assert out.dtype == (q.numpy() if isinstance(q, torch.Tensor) else q).dtype
+    q = np.asarray(q, np.float32)
+    want = [
+        oracles.attention(q[b], keys[b], values[b], np.ones((keys[b].shape[1], 1, n), bool))
+        for b, n in enumerate(length)
+    ]
+    return [
+        max(np.abs(x[b] - w[i]).max() for b, w in enumerate(want))
+        for i, x in enumerate((np.float64(out), np.float64(lse)))
+    ]
+
+
 def check_append(append, pieces_B, *, kv_heads=2, head_dim=8, page_size=4, seed=0):
     """Grow sequences piece by piece (pieces_B[i] = new tokens of each row); all of the pool.
 
@@ -241,6 +273,35 @@ def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4):
     ]
     out = [oracles.attention(q[b], k[b], v[b], masks[b])[0] for b in range(len(q))]
     return np.stack(out), masks
+
+
+def replay(num_tokens, rows=1):
+    """(budget_T, prompt_len_B): a budget of 2 pages, prompts of 5, 20, all and no tokens."""
+    return np.full(num_tokens, 2, np.int32), np.array([5, 20, num_tokens, 0])[:rows]
+
+
+def prefill_gradient_oracle(q, k, v, do, masks):
+    """Output, log-sum-exp and the gradients of sum(out do), in float64."""
+    rows = [
+        _prefill_gradient_row(*map(np.float64, x[:4]), x[4])
+        for x in zip(q, k, v, do, masks, strict=True)
+    ]
+    return [np.stack(x) for x in zip(*rows, strict=True)]
+
+
+def _prefill_gradient_row(q_TNH, k_SKH, v_SKH, do_TNH, mask_KTS):
+    out, lse = oracles.attention(q_TNH, k_SKH, v_SKH, mask_KTS)
+    T, N, H = q_TNH.shape
+    K, scale = k_SKH.shape[1], H**-0.5
+    q, do, o = (x.reshape(T, K, N // K, H) for x in (q_TNH, do_TNH, out))
+    s = np.einsum("tkrh,skh->ktrs", q, k_SKH) * scale
+    shift = lse.reshape(T, K, -1).swapaxes(0, 1)[..., None]
+    p = np.where(mask_KTS[:, :, None], np.exp(np.minimum(s - shift, 0)), 0)
+    delta = np.einsum("tkrh,tkrh->ktr", do, o)[..., None]
+    ds = p * (np.einsum("tkrh,skh->ktrs", do, v_SKH) - delta) * scale
+    dq = np.einsum("ktrs,skh->tkrh", ds, k_SKH).reshape(q_TNH.shape)
+    dk, dv = np.einsum("ktrs,tkrh->skh", ds, q), np.einsum("ktrs,tkrh->skh", p, do)
+    return out, lse, dq, dk, dv
 
 
 def check_prefill(prefill, q, k, v, budget_T=None, prompt_len_B=None, page=4, chunk=16):

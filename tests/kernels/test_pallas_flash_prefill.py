@@ -22,31 +22,6 @@ def kernel(mode=ON_WAIT, tuning=SMALL):
     return ladder.interpreted(module.flash_prefill, mode, static=static, tuning=tuning)
 
 
-def replay(num_tokens, rows=1):
-    return np.full(num_tokens, 2, np.int32), np.array([5, 20, num_tokens, 0])[:rows]
-
-
-def oracle(q, k, v, do, masks):
-    """Output, log-sum-exp and the gradients of sum(out do), in float64."""
-    rows = [oracle_row(*map(np.float64, x[:4]), x[4]) for x in zip(q, k, v, do, masks, strict=True)]
-    return [np.stack(x) for x in zip(*rows, strict=True)]
-
-
-def oracle_row(q_TNH, k_SKH, v_SKH, do_TNH, mask_KTS):
-    out, lse = oracles.attention(q_TNH, k_SKH, v_SKH, mask_KTS)
-    T, N, H = q_TNH.shape
-    K, scale = k_SKH.shape[1], H**-0.5
-    q, do, o = (x.reshape(T, K, N // K, H) for x in (q_TNH, do_TNH, out))
-    s = np.einsum("tkrh,skh->ktrs", q, k_SKH) * scale
-    shift = lse.reshape(T, K, -1).swapaxes(0, 1)[..., None]
-    p = np.where(mask_KTS[:, :, None], np.exp(np.minimum(s - shift, 0)), 0)
-    delta = np.einsum("tkrh,tkrh->ktr", do, o)[..., None]
-    ds = p * (np.einsum("tkrh,skh->ktrs", do, v_SKH) - delta) * scale
-    dq = np.einsum("ktrs,skh->tkrh", ds, k_SKH).reshape(q_TNH.shape)
-    dk, dv = np.einsum("ktrs,tkrh->skh", ds, q), np.einsum("ktrs,tkrh->skh", p, do)
-    return out, lse, dq, dk, dv
-
-
 def check_gradients(prefill, args, kinds, page=4, tolerance=None):
     """Output and every element of dq, dk and dv."""
     do = np.random.default_rng(7).normal(size=args[0].shape).astype(np.float32)
@@ -62,7 +37,7 @@ def check_gradients(prefill, args, kinds, page=4, tolerance=None):
     ladder.assert_no_race()
     wide = [np.float32(x) for x in (*args, do)]
     _, masks = ladder.prefill_oracle(*wide[:3], *kinds, page)
-    want = oracle(*wide, masks)
+    want = ladder.prefill_gradient_oracle(*wide, masks)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want[:1] + want[2:], strict=True):
         if tolerance:
             np.testing.assert_allclose(np.float32(a), b, atol=tolerance * np.abs(b).max())
@@ -83,17 +58,20 @@ def test_output_and_gradients(ratio, head_dim, mode, sparse):
     args = ladder.prefill_inputs(
         ratio, head_dim=head_dim, num_tokens=39, rows=rows, kv_heads=2 // rows
     )
-    check_gradients(prefill(mode), args, replay(39, rows) if sparse else (None, None))
+    check_gradients(prefill(mode), args, ladder.replay(39, rows) if sparse else (None, None))
 
 
 def test_oracle_gradients_are_those_of_the_oracle():
     args = [np.float64(x) for x in ladder.prefill_inputs(2, num_tokens=9, rows=1)]
     do = np.random.default_rng(7).normal(size=args[0].shape)
-    masks = ladder.prefill_oracle(*args, *replay(9))[1]
-    for i, gradient in enumerate(oracle(*args, do, masks)[2:]):
+    masks = ladder.prefill_oracle(*args, *ladder.replay(9))[1]
+    for i, gradient in enumerate(ladder.prefill_gradient_oracle(*args, do, masks)[2:]):
         d = 1e-5 * np.random.default_rng(i).normal(size=args[i].shape)
         up, down = (
-            np.sum(oracle(*args[:i], args[i] + x, *args[i + 1 :], do, masks)[0] * do)
+            np.sum(
+                ladder.prefill_gradient_oracle(*args[:i], args[i] + x, *args[i + 1 :], do, masks)[0]
+                * do
+            )
             for x in (d, -d)
         )
         np.testing.assert_allclose((up - down) / 2, np.sum(gradient * d), rtol=1e-6)
@@ -102,7 +80,7 @@ def test_oracle_gradients_are_those_of_the_oracle():
 @pytest.mark.parametrize("sparse", [False, True])
 def test_log_sum_exp(sparse):
     q, k, v = ladder.prefill_inputs(2, head_dim=64, num_tokens=39, rows=1)
-    kinds = replay(39) if sparse else (None, None)
+    kinds = ladder.replay(39) if sparse else (None, None)
     *packed, spec = module._prepare(q, k, v, *kinds, 4, 16, ON_WAIT, SMALL)
     lse_G1X = jit(lambda *packed: module._forward(*packed, spec)[1])(*packed)
     lse_KrT = np.asarray(lse_G1X).reshape(2, -1, 2, 16).swapaxes(1, 2).reshape(4, -1)
@@ -144,7 +122,7 @@ def test_bfloat16(sparse):
     args = [jnp.asarray(x, jnp.bfloat16) for x in args]
     if sparse:  # keys of quarters: the choice does not hang on the rounding of landmarks
         args[1] = jnp.round(4 * args[1][:, np.arange(39) // 4 * 4]) / 4
-    check_gradients(prefill(), args, replay(39) if sparse else (None, None), tolerance=0.02)
+    check_gradients(prefill(), args, ladder.replay(39) if sparse else (None, None), tolerance=0.02)
 
 
 def test_refused_arguments():
@@ -192,7 +170,7 @@ def test_faults_of_the_forward_pass(plant, monkeypatch):
     q, k, v = ladder.prefill_inputs(1, head_dim=64, num_tokens=39, rows=1, kv_heads=1)
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="Not equal"):
-        ladder.check_prefill(kernel(), q, k, v, *replay(39))
+        ladder.check_prefill(kernel(), q, k, v, *ladder.replay(39))
 
 
 def without_lse(patch):
@@ -226,4 +204,4 @@ def test_faults_of_the_backward_pass(plant, monkeypatch):
     args = ladder.prefill_inputs(2, head_dim=64, num_tokens=30, rows=1, kv_heads=1)
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"(?s)Not equal to tolerance.*\nd[qkv]\n"):
-        check_gradients(prefill(tuning=PrefillTuning(32, 32)), args, replay(30))
+        check_gradients(prefill(tuning=PrefillTuning(32, 32)), args, ladder.replay(30))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.schedule import DENSE
+from kernels_pallas import page_list
 from kernels_pallas import select_pages as module
 from kernels_pallas.tuning import SelectTuning, tune_select
 from tests.kernels import ladder
@@ -78,7 +79,9 @@ def test_ties_go_to_the_lower_page():
 
 
 def test_zeros_of_both_signs_are_equal_and_negative_numbers_in_order():
-    keys = module._ordered(jnp.array([-jnp.inf, -2, -1, -1e-30, -0.0, 0.0, 1e-30, 1, jnp.inf]))
+    keys = page_list.ordered_key(
+        jnp.array([-jnp.inf, -2, -1, -1e-30, -0.0, 0.0, 1e-30, 1, jnp.inf])
+    )
     assert keys[4] == keys[5] and (np.diff(np.delete(keys, 4).astype(np.int64)) > 0).all()
 
 
@@ -167,16 +170,18 @@ def run_off_by_one(patch):
 
 
 def last_candidate_missing(patch):
-    patch.setattr(module, "_is_candidate", lambda page, n: (page >= 1) & (page < n - 3))
+    patch.setattr(page_list, "is_candidate", lambda page, n: (page >= 1) & (page < n - 3))
 
 
 def negative_scores_reversed(patch):
-    patch.setattr(module, "_ordered", lambda score: jax.lax.bitcast_convert_type(score, jnp.int32))
+    patch.setattr(
+        page_list, "ordered_key", lambda score: jax.lax.bitcast_convert_type(score, jnp.int32)
+    )
 
 
 def rank_off_by_one(patch):
-    search = module._search
-    patch.setattr(module, "_search", lambda rank, entry: search(rank, entry - 1))
+    search = page_list._search
+    patch.setattr(page_list, "_search", lambda rank, entry: search(rank, entry - 1))
 
 
 @pytest.mark.parametrize("fault", [
@@ -207,7 +212,7 @@ def test_faults_of_timing_are_rejected_where_dmas_are_eager(fault, match, monkey
 
 
 def test_ties_to_the_higher_page_are_rejected(monkeypatch):
-    ranks = module._ranks
+    ranks = page_list._ranks
 
     def from_the_end(chosen, upper, before):
         rank, total = ranks(chosen, upper, before)
@@ -215,7 +220,7 @@ def test_ties_to_the_higher_page_are_rejected(monkeypatch):
 
     calls = []
     case = ladder.make_paged([43], head_dim=128, equal=True)
-    monkeypatch.setattr(module, "_ranks", from_the_end)
+    monkeypatch.setattr(page_list, "_ranks", from_the_end)
     with pytest.raises(AssertionError):
         ladder.check_select(kernel(tuning=FAULTY), case, np.round(queries(case, 2)), [3], 7)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from common import oracles
 from kernels_pallas import decode_block
 from kernels_pallas import sparse_decode as module
 from kernels_pallas.tuning import DecodeTuning, tune_decode
@@ -59,27 +58,11 @@ def rounded(lengths, dtype, head_dim, seed=0):
     return case, jnp.asarray(case.kv_pages, dtype)
 
 
-def errors(decode, case, pool, q, keys, values):
-    """Largest error of output and log-sum-exp against the oracle, dense, one token per row."""
-    length = case.length_B
-    out, lse = decode(q, pool, ladder.LAYER, case.table_BP, length - 1, length)
-    want = [
-        oracles.attention(
-            q[b].astype(np.float32), keys[b], values[b], np.ones((keys[b].shape[1], 1, n), bool)
-        )
-        for b, n in enumerate(length)
-    ]
-    assert out.dtype == q.dtype
-    out, lse = np.float64(out), np.float64(lse)
-    return [max(np.abs(x[b] - w[i]).max() for b, w in enumerate(want))
-            for i, x in enumerate((out, lse))]  # fmt: skip
-
-
 def test_bfloat16():
     """Output within a few roundings of it (2^-9), the log-sum-exp without one."""
     case, pool = rounded([100, 1, 64], jnp.bfloat16, 128)
     q = jnp.asarray(ladder.random_queries(case, 1, 2), jnp.bfloat16)
-    got = errors(kernel(), case, pool, q, case.keys, case.values)
+    got = ladder.decode_errors(kernel(), case, pool, q, case.keys, case.values)
     assert got[0] < 8e-3 and got[1] < 1e-5
 
 
@@ -87,17 +70,9 @@ def test_bfloat16():
 def test_float8_with_page_scales_and_more_than_2048_tokens(dtype, roundings):
     """roundings: of the output, relative to the largest value."""
     case, pool = rounded([2085, 1, 64], jnp.float8_e4m3fn, 64)
-    _, K, M = pool.shape[:3]
-    rng = np.random.default_rng(5)
-    scales = np.full((2, K, M, 2), np.nan, np.float32)
-    scales[ladder.LAYER] = np.exp(rng.normal(size=(K, M, 2)) / 2)
-    keys, values = (
-        [x * scales[ladder.LAYER, :, pages[np.arange(len(x)) // 16], i][:, :, None]
-         for x, pages in zip(rows, case.table_BP, strict=True)]
-        for i, rows in enumerate((case.keys, case.values))
-    )  # fmt: skip
+    scales, keys, values = ladder.scaled_pages(case)
     q = jnp.asarray(ladder.random_queries(case, 1, 2), dtype)
-    got = errors(kernel(page_scales_LKM=scales), case, pool, q, keys, values)
+    got = ladder.decode_errors(kernel(page_scales_LKM=scales), case, pool, q, keys, values)
     assert got[0] < roundings * max(np.abs(v).max() for v in values) and got[1] < 1e-5, got
 
 

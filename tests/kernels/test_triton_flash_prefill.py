@@ -12,7 +12,6 @@ from common import oracles
 from kernels_triton import flash_prefill as module
 from kernels_triton.tuning import PrefillBlocks, PrefillTuning
 from tests.kernels import ladder
-from tests.kernels.test_pallas_flash_prefill import oracle, replay
 
 
 def blocks(queries, keys):
@@ -36,7 +35,7 @@ def check_gradients(args, kinds, page=4, tolerance=None, tuning=SMALL):
     got = [out.detach(), *(x.grad for x in args)]
     wide = [x.detach().float().numpy() for x in (*args, do)]
     _, masks = ladder.prefill_oracle(*wide[:3], *kinds, page)
-    want = oracle(*wide, masks)
+    want = ladder.prefill_gradient_oracle(*wide, masks)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want[:1] + want[2:], strict=True):
         assert a.dtype == args[0].dtype
         if tolerance:
@@ -52,14 +51,14 @@ def check_gradients(args, kinds, page=4, tolerance=None, tuning=SMALL):
 def test_output_and_gradients(ratio, head_dim, tuning, sparse):
     rows = 1 + (ratio == 1)
     args = ladder.prefill_inputs(ratio, head_dim=head_dim, num_tokens=39, rows=rows, kv_heads=1)
-    check_gradients(args, replay(39, rows) if sparse else DENSE, tuning=tuning)
+    check_gradients(args, ladder.replay(39, rows) if sparse else DENSE, tuning=tuning)
 
 
 def test_gradients_are_differences_of_the_oracle():
     """Two heads of a group, replay; the choice of pages does not move."""
     args, kinds = (
         ladder.prefill_inputs(2, head_dim=16, num_tokens=20, rows=1, kv_heads=1),
-        replay(20),
+        ladder.replay(20),
     )
     weight = np.random.default_rng(7).normal(size=args[0].shape)
     tensors = dict(zip(("budget_T", "prompt_len_B"), map(ladder.tensor, kinds), strict=True))
@@ -73,7 +72,7 @@ def test_gradients_are_differences_of_the_oracle():
 @pytest.mark.parametrize("sparse", [False, True])
 def test_log_sum_exp(sparse):
     q, k, v = ladder.prefill_inputs(2, head_dim=16, num_tokens=39, rows=1)
-    kinds = replay(39) if sparse else DENSE
+    kinds = ladder.replay(39) if sparse else DENSE
     words = None
     if sparse:
         words = module._page_words(*map(torch.from_numpy, (q, k, *map(np.int64, kinds))), 4, 16)
@@ -123,7 +122,7 @@ def test_parts_of_one_array():
     out = module.flash_prefill(*parts, tuning=blocks(32, 32))
     out.sum().backward()
     masks = ladder.prefill_oracle(q, k, v)[1]
-    want = oracle(q, k, v, np.ones_like(q), masks)
+    want = ladder.prefill_gradient_oracle(q, k, v, np.ones_like(q), masks)
     got = [out.detach(), *(x.grad for x in parts)]
     for a, b in zip(got, want[:1] + want[2:], strict=True):
         ladder.close(a, b)
@@ -135,7 +134,7 @@ def test_float16(sparse):
     args = [torch.from_numpy(x).half() for x in args]
     if sparse:  # keys of quarters: the choice does not hang on the rounding of landmarks
         args[1] = torch.round(4 * args[1][:, np.arange(39) // 4 * 4]) / 4
-    check_gradients(args, replay(39) if sparse else DENSE, tolerance=0.004)
+    check_gradients(args, ladder.replay(39) if sparse else DENSE, tolerance=0.004)
 
 
 def test_refused_arguments():
@@ -191,7 +190,7 @@ def test_faults_of_the_forward_pass(name, fault, monkeypatch):
     monkeypatch.setattr(module, name, fault)
     with pytest.raises(AssertionError, match="Not equal"):
         ladder.check_prefill(
-            ladder.on_torch(module.flash_prefill, tuning=SMALL), q, k, v, *replay(39)
+            ladder.on_torch(module.flash_prefill, tuning=SMALL), q, k, v, *ladder.replay(39)
         )
 
 
@@ -219,4 +218,4 @@ def test_faults_of_the_backward_pass(name, fault, monkeypatch):
     args = ladder.prefill_inputs(2, head_dim=16, num_tokens=30, rows=1, kv_heads=1)
     monkeypatch.setattr(module, name, fault)
     with pytest.raises(AssertionError, match=r"(?s)Not equal to tolerance.*\nd[qkv]\n"):
-        check_gradients(args, replay(30), tuning=blocks(32, 32))
+        check_gradients(args, ladder.replay(30), tuning=blocks(32, 32))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from common import oracles
 from kernels_triton import sparse_decode as module
 from kernels_triton.tuning import DecodeTuning, tune_decode
 from tests.kernels import ladder
@@ -60,17 +59,14 @@ POOL_ORDERS = {"blocks of all heads": (0, 2, 3, 4, 1, 5), "keys first": (3, 0, 2
 
 @pytest.mark.parametrize("order", POOL_ORDERS.values(), ids=POOL_ORDERS)
 def test_layouts(order):
-    """Views of other layouts of the pool, of queries and of the output, give the same."""
+    """Views of other layouts of the pool and of the queries give the same."""
     case = ladder.make_paged([17, 43], head_dim=32)
     back = tuple(np.argsort(order))
 
     def decode(q, kv, *args):
         kv = kv.permute(order).contiguous().permute(back)
         q = q.transpose(0, 2).contiguous().transpose(0, 2)
-        out = torch.full((3, 2, 4, 64), torch.nan)[:, :, :, :32].transpose(0, 1)
-        got, lse = module.sparse_decode(q, kv, *args, tuning=SMALL, out_BTNH=out)
-        assert got is out
-        return out, lse
+        return module.sparse_decode(q, kv, *args, tuning=SMALL)
 
     ladder.check_decode(ladder.on_torch(decode), case, ladder.random_queries(case, 3, 2), 3)
 
@@ -83,22 +79,10 @@ def narrow(lengths, dtype, head_dim):
     return case, torch.from_numpy(case.kv_pages).to(dtype)
 
 
-def errors(case, pool, q, keys, values, tuning=SMALL, **options):
-    """Largest error of output and log-sum-exp against the oracle, dense, one token per row."""
-    length = torch.from_numpy(case.length_B)
-    table = torch.from_numpy(case.table_BP)
-    out, lse = module.sparse_decode(
-        q, pool, ladder.LAYER, table, length - 1, length, tuning=tuning, **options
-    )
-    assert out.dtype == q.dtype
-    want = [
-        oracles.attention(q[b].float().numpy(), k, v, np.ones((k.shape[1], 1, len(k)), bool))
-        for b, (k, v) in enumerate(zip(keys, values, strict=True))
-    ]
-    return [
-        max(np.abs(x[b].double().numpy() - w[i]).max() for b, w in enumerate(want))
-        for i, x in enumerate((out, lse))
-    ]
+def errors(case, pool, q, keys, values, **options):
+    """ladder.decode_errors of the kernel."""
+    decode = ladder.on_torch(module.sparse_decode, tuning=SMALL, **options)
+    return ladder.decode_errors(decode, case, pool, q, keys, values)
 
 
 def test_float16():
@@ -113,15 +97,7 @@ def test_float16():
 def test_float8_with_page_scales(dtype, roundings):
     """roundings: of the output, relative to the largest value."""
     case, pool = narrow([100, 1, 64], torch.float8_e4m3fn, 64)
-    _, K, M = pool.shape[:3]
-    rng = np.random.default_rng(5)
-    scales = np.full((2, K, M, 2), np.nan, np.float32)
-    scales[ladder.LAYER] = np.exp(rng.normal(size=(K, M, 2)) / 2)
-    keys, values = (
-        [x * scales[ladder.LAYER, :, pages[np.arange(len(x)) // 16], i][:, :, None]
-         for x, pages in zip(rows, case.table_BP, strict=True)]
-        for i, rows in enumerate((case.keys, case.values))
-    )  # fmt: skip
+    scales, keys, values = ladder.scaled_pages(case)
     q = torch.from_numpy(ladder.random_queries(case, 1, 2)).to(dtype)
     got = errors(case, pool, q, keys, values, page_scales_LKM=torch.from_numpy(scales))
     assert got[0] < roundings * max(np.abs(v).max() for v in values) and got[1] < 1e-5, got
@@ -207,19 +183,16 @@ def test_tuning():
     ({"q": (2, 1, 4, 32)}, "kv_pages"), ({"q": (2, 1, 3, 64)}, "KV heads"),
     ({"ids": (2, 3, 4)}, "page_ids"), ({"scales": (1, 2, 5)}, "page_scales"),
     ({"pool": (1, 2, 5, 2, 16, 48), "q": (2, 1, 4, 48)}, "H=48"), ({"rows": (3,)}, "start_B"),
-    ({"out": (2, 1, 4, 32)}, "out_BTNH"),
 ])  # fmt: skip
 def test_mistakes_end_in_a_clear_error(change, message):
     shapes = {
         "q": (2, 1, 4, 64), "pool": (1, 2, 5, 2, 16, 64), "ids": (2, 2, 4), "rows": (2,),
-        "scales": (1, 2, 5, 2), "out": (2, 1, 4, 64), **change,
+        "scales": (1, 2, 5, 2), **change,
     }  # fmt: skip
     x = {name: torch.zeros(shape) for name, shape in shapes.items()}
     rows, ids = x["rows"].int(), x["ids"].int()
     with pytest.raises(ValueError, match=message):
-        module.sparse_decode(
-            x["q"], x["pool"], 0, ids, rows, rows, page_scales_LKM=x["scales"], out_BTNH=x["out"]
-        )
+        module.sparse_decode(x["q"], x["pool"], 0, ids, rows, rows, page_scales_LKM=x["scales"])
     if not change.get("scales"):
         with pytest.raises(ValueError, match="stride 1"):
             module.sparse_decode(
