@@ -18,6 +18,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from common.config import Config, LearnerConfig, ModelConfig
 from common.types import MicroBatch, TrainBatch
+from sparrow_jax import hf
+from sparrow_jax.backend import export_weights
 from sparrow_jax.learner import JaxLearner
 from sparrow_jax.model import PARTITION, Decoder
 
@@ -39,7 +41,7 @@ def micro(seed, rows=6, length=16):
 batches = [[micro(0), micro(1)], [micro(2)]]
 batch = TrainBatch(minibatches=batches, stats={},
                    denominators=[float(sum(m.loss_mask_BT.sum() for m in b)) for b in batches])
-results = {}
+results, exported = {}, {}
 for mesh in ((1, 1, 1), (2, 2, 2)):
     config = Config(model=G, learner=LearnerConfig(mesh=mesh, remat=False))
     learner = JaxLearner(graph, params, config, jnp.dtype("float32"))
@@ -47,6 +49,8 @@ for mesh in ((1, 1, 1), (2, 2, 2)):
     learner.optimizer, learner._opt_state = sgd, learner._init_state(sgd)
     report = dict(learner.update(batch))
     clipped = report.pop("clipped_by_position")
+    for name, x in export_weights(learner.params).items():  # whole, wherever the parts lie
+        exported.setdefault(name, []).append(x)
     state = learner.state_dict()["params"]
     flat = {"/".join(map(str, k)): v for k, v in nnx.traversals.flatten_mapping(state).items()}
     results[mesh] = report, clipped, flat
@@ -62,7 +66,10 @@ for (name, a), b, s in zip(one.items(), eight.values(), start.values(), strict=T
     share = b.addressable_shards[0].data.size / b.size
     assert share == 0.5 ** len(axes), (name, spec, share)  # each named axis has two devices
     assert len(b.sharding.device_set) == 8 and len(a.sharding.device_set) == 1
-assert moved > 1e-3
+assert moved > 1e-3 and exported.keys() == hf.flat_weights(params).keys()
+for name, (a, b) in exported.items():
+    assert isinstance(a, jax.Array) and isinstance(b, np.ndarray), name
+    np.testing.assert_allclose(a, b, atol=1e-5, err_msg=name)
 for key in report_a:
     np.testing.assert_allclose(report_a[key], report_b[key], rtol=1e-4, atol=1e-6, err_msg=key)
 np.testing.assert_array_equal(clipped_a, clipped_b)

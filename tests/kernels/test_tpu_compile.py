@@ -115,6 +115,18 @@ def test_bundles_are_those_of_the_largest_loop_within_the_grid():
     assert aot.loop_bundles(DUMP) == (4, 2)
 
 
+def test_spills_and_scalars_are_those_of_the_programs_own_kernels(tmp_path):
+    more = """
+0xa   : > { %5 = vst [vmem:[#allocation7_spill] sm:$0xff] %v1 }
+0xb   : > { %6 = dma.hbm_to_smem [thread:$0]  %s1, /*size_in_granules=*/96, [#allocation3] }
+"""
+    (tmp_path / "17-wanted.1-72-final_bundles.txt").write_text(DUMP + more)
+    (tmp_path / "17-other-72-final_bundles.txt").write_text(DUMP + 2 * more)
+    (tmp_path / "17-wanted.1-71-original.txt").write_text(2 * more)
+    found = aot._schedule(tmp_path.iterdir(), {"wanted.1"})
+    assert found == {"bundles": 4, "straight": 2, "spills": 1, "smem": 96 * 32}
+
+
 def test_a_copy_of_a_large_array_is_seen():
     program = """
 import jax, jax.numpy as jnp

@@ -1,5 +1,7 @@
 """`--config.rollout.engine=torch` trains as the JAX engine does, step by step."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,17 @@ def test_both_engines_give_the_same_record(tmp_path, capsys):
             if isinstance(b[name], (int, float)) and not timed:
                 np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-4, err_msg=name)
     assert want[0]["rollout/tokens"] > 100
+
+
+def test_every_push_reaches_an_engine_of_another_framework():
+    """With the learner's weights as they are then, under their version."""
+    loaded = []
+    engine = types.SimpleNamespace(generate="generate", load_weights=lambda *x: loaded.append(x))
+    foreign = setup.ForeignEngine(engine, lambda params: {"w": params})
+    assert foreign.generate == "generate"
+    foreign.load_weights(1.5, 0)
+    foreign.load_weights(2.5, 1)
+    assert loaded == [({"w": 1.5}, 0), ({"w": 2.5}, 1)]
 
 
 def test_an_engine_that_is_not_installed_is_refused(monkeypatch):
