@@ -7,6 +7,8 @@ SPARROW := $(BIN)/sparrow
 DEMO := runs/demo
 STUDY := runs/study
 CONFIG := configs/demo.py
+# Further settings of the demo and the study: make demo FLAGS=--config.rollout.engine=torch
+FLAGS :=
 # The compiler of TPUs that fits the pinned jax; it needs no TPU.
 LIBTPU := libtpu==0.0.42
 # Of the torch half. PyPI's torch brings gigabytes of CUDA on Linux; a CPU build serves as well.
@@ -49,15 +51,15 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 
 # Every line goes on where it was stopped. The two runs share the machine, one core each.
 demo: $(VENV)/.base ## the whole method on this machine, about 11 minutes on 2 cores
-	$(SPARROW) warmup --config=$(CONFIG) --run=$(DEMO)/warmup
-	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
-	$(SPARROW) schedule --config=$(CONFIG) --profile=$(DEMO)/profile.json --out=$(DEMO)/schedule.json
+	$(SPARROW) warmup --config=$(CONFIG) $(FLAGS) --run=$(DEMO)/warmup
+	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
+	$(SPARROW) schedule --config=$(CONFIG) $(FLAGS) --profile=$(DEMO)/profile.json --out=$(DEMO)/schedule.json
 	@touch $(DEMO)/dense.log $(DEMO)/scheduled.log; \
 	tail -n 0 -f $(DEMO)/dense.log $(DEMO)/scheduled.log & shown=$$!; \
 	trap 'kill -TERM $$dense $$sparse 2>/dev/null; wait $$dense $$sparse; kill $$shown; exit 130' INT TERM; \
-	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/dense --core=0 \
+	$(SPARROW) train --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --run=$(DEMO)/dense --core=0 \
 	    --config.name=dense >>$(DEMO)/dense.log 2>&1 & dense=$$!; \
-	$(SPARROW) train --config=$(CONFIG) --model=$(DEMO)/warmup/model --run=$(DEMO)/scheduled --core=1 \
+	$(SPARROW) train --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --run=$(DEMO)/scheduled --core=1 \
 	    --config.name=scheduled --config.rollout.schedule=$(DEMO)/schedule.json \
 	    >>$(DEMO)/scheduled.log 2>&1 & sparse=$$!; \
 	wait $$dense; a=$$?; wait $$sparse; b=$$?; sleep 1; kill $$shown; test $$a = 0 && test $$b = 0
@@ -70,7 +72,7 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minutes, resumable
-	$(SPARROW) study --config=$(CONFIG) --out=$(STUDY)
+	$(SPARROW) study --config=$(CONFIG) $(FLAGS) --out=$(STUDY)
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

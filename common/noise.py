@@ -75,9 +75,11 @@ def threefry2x32(key: tuple[Words, Words], counter: tuple[Words, Words]) -> tupl
 
     The four inputs broadcast against each other.
     """
-    k0, k1, x0, x1, mask = _words(*key, *counter, _MASK)
+    words = _words(*key, *counter, _MASK)
+    if not any(isinstance(x, np.generic) for x in words):
+        return _rounds(*words)
     with np.errstate(over="ignore"):  # scalars of numpy warn where arrays wrap around
-        return _rounds(k0, k1, x0, x1, mask)
+        return _rounds(*words)
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -114,8 +116,9 @@ def token_bits(key: tuple[Words, Words], position: Words, arange_V: Words) -> Wo
 
 def uniform(bits: Words) -> Any:
     """float32 in (0, 1): u = ((bits >> 9) + 0.5) * 2**-23, every step exact in 24 bits."""
+    numpy_kinds = (np.ndarray, np.generic, float)
     u = (_word(bits) >> 9) * 2.0**-23 + 2.0**-24
-    return np.asarray(u, np.float32) if isinstance(u, np.ndarray | np.generic | float) else u
+    return np.asarray(u, np.float32) if isinstance(u, numpy_kinds) else u
 
 
 def fold_in(seed: int, *numbers: int) -> int:

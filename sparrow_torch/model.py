@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from common.config import ModelConfig
 from common.geometry import layer_shapes
 from kernels_triton.ops import REFERENCE, Ops
+from kernels_triton.reference import NUM_RESERVED
 
 
 class Decoder(torch.nn.Module):
@@ -26,6 +27,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, g: ModelConfig, *, ops: Ops = REFERENCE, dtype=torch.float32, device=None):
         super().__init__()
         self.geometry, self.ops = g, ops
+        self._project, self._finish = _project, _finish
         place = {"dtype": dtype, "device": device}
 
         def zeros(*shape):
@@ -63,6 +65,19 @@ class Decoder(torch.nn.Module):
         """Output head [V, D]; the embedding when tied."""
         return self.embed_VD if self.geometry.tie_embeddings else self.head_VD
 
+    def logits(self, hidden_BD) -> torch.Tensor:
+        """Next-token logits [B, V] in float32."""
+        head_VD = self.head()
+        if hidden_BD.is_cuda and hidden_BD.dtype != torch.float32:
+            return torch.mm(hidden_BD, head_VD.mT, out_dtype=torch.float32)
+        return hidden_BD.float() @ head_VD.float().mT
+
+    def fuse(self, **options) -> None:
+        """Let torch.compile join the small operations of `extend`; options: its own."""
+        options = {"dynamic": True, "fullgraph": True} | options
+        self._project = torch.compile(_project, **options)
+        self._finish = torch.compile(_finish, **options)
+
     def hidden(
         self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2
     ):
@@ -72,11 +87,12 @@ class Decoder(torch.nn.Module):
         """
         g = self.geometry
         position_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
+        turn = _rope_angles(position_BT, g.head_dim, g.rope_theta)
         x = self.embed_VD[tokens_BT]
 
         def block(x, layer):
             w = self._layer(layer)
-            q, k, v = _project(g, w, x, position_BT)
+            q, k, v = _project(g, w, x, *turn)
             budget = None if layer < num_dense else budget_T
             a = self.ops.flash_prefill(
                 q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page
@@ -106,35 +122,38 @@ class Decoder(torch.nn.Module):
         start_B = torch.where(num_new_B > 0, start_B, 0)
         length_B = start_B + num_new_B
         num_pages_B = (length_B + page - 1) // page
+        dense = start_B, length_B
+        if k_B is not None:  # the same number of pages in every layer
+            skipped = (num_pages_B - k_B - NUM_RESERVED).clamp(min=0) * page
+            sparse = start_B - skipped, length_B - skipped
+        turn = _rope_angles(position_BT, g.head_dim, g.rope_theta)
         x = self.embed_VD[tokens_BT]
         for layer in range(g.num_layers):
             w = self._layer(layer)
-            q, k, v = _project(g, w, x, position_BT)
+            q, k, v = self._project(g, w, x, *turn)
             self.ops.append_kv(kv, marks, layer, k, v, page_table_BP, start_B, num_new_B)
-            pages, start, length = page_table_BP, start_B, length_B
+            pages, listed = page_table_BP, dense
             if k_B is not None and layer >= num_dense:
-                pages, count_B = self.ops.select_pages(
+                pages, _ = self.ops.select_pages(
                     q[:, 0], marks, layer, page_table_BP, num_pages_B, k_B,
                     max_selected=max_selected,
                 )  # fmt: skip
-                skipped = (num_pages_B - count_B) * page
-                start, length = start_B - skipped, length_B - skipped
-            a, _ = self.ops.sparse_decode(q, kv, layer, pages, start, length)
-            x = _finish(g, w, x, a)
+                listed = sparse
+            a, _ = self.ops.sparse_decode(q, kv, layer, pages, *listed)
+            x = self._finish(g, w, x, a)
         return _rms_norm(x, self.final_norm_D, g.norm_eps)
 
     def _layer(self, layer: int) -> dict[str, torch.Tensor]:
         return {name: w[layer] for name, w in self.layers.items()}
 
 
-def _project(g, w, x_BTD, position_BT):
+def _project(g, w, x_BTD, cos, sin):
     """Queries, keys (both normed where the geometry says so, then rotated) and values."""
     h = _rms_norm(x_BTD, w["attn_norm_LD"], g.norm_eps)
     q, k, v = (torch.einsum("btd,dnh->btnh", h, w[name]) for name in ("q_LDNH", "k_LDKH", "v_LDKH"))
     if g.qk_norm:
         q = _rms_norm(q, w["q_norm_LH"], g.norm_eps)
         k = _rms_norm(k, w["k_norm_LH"], g.norm_eps)
-    cos, sin = _rope_angles(position_BT, g.head_dim, g.rope_theta)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 

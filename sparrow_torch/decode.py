@@ -1,0 +1,188 @@
+"""The device programs of the engine: prefill a chunk, fork samples, decode a step.
+
+A decode step runs over as many rows as there are running samples, rounded up to a bucket (a power
+of 2), on buffers of fixed place and shape. On a GPU each bucket is captured once as a CUDA graph
+and replayed: lengths, budgets, pages and weights may change between replays, since they are all
+read from the device. One step is captured, so a chunk of any number of steps is that many replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from common.paged_engine import PREFILL_ROWS, Decoding, Drawn
+from sparrow_torch.model import Decoder
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Makes a function without arguments into one that does the same on the same tensors again."""
+
+
+def run_again(step: Callable[[], None]) -> Callable[[], None]:
+    """Where there are no graphs: the function itself."""
+    return step
+
+
+def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
+    """The kernels of `step` as a graph; it runs twice before, so that all of them are compiled."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class Shape(NamedTuple):
+    """What a captured step depends on; all else it reads from its buffers."""
+
+    rows: int
+    num_budgets: int
+    bin_tokens: int
+    max_selected: int
+    temperature: float
+    top_p: float
+
+
+def bucket(rows: int, most: int) -> int:
+    """The smallest power of 2 of at least `rows`, but not more than `most`."""
+    return min(1 << (rows - 1).bit_length(), most)
+
+
+class DecodeStep:
+    """One token for each row of its buffers; run() repeats it. Padding rows are never active."""
+
+    def __init__(self, programs: Programs, shape: Shape):
+        self.programs, self.shape = programs, shape
+        B, place = shape.rows, {"device": programs.device}
+        self.slot_B = torch.full((B,), programs.num_slots, **place)
+        self.active_B = torch.zeros(B, dtype=torch.bool, **place)
+        self.cached_B, self.limit_B, self.drawn_B, self.token_B = (
+            torch.zeros(B, dtype=torch.int32, **place) for _ in range(4)
+        )
+        self.key_B = tuple(torch.zeros(B, dtype=torch.int64, **place) for _ in range(2))
+        self.table_BP = torch.zeros((B, programs.table_width), dtype=torch.int32, **place)
+        self.budgets = torch.zeros(shape.num_budgets, dtype=torch.int32, **place)
+        self.logp_B = torch.zeros(B, **place)
+        self.run = programs.capture(self._step)  # no row is active: nothing is changed
+
+    def load(self, d: Decoding, slots) -> None:
+        """Fill the buffers with the state of `slots`; a bucket's other rows are padding."""
+        count = len(slots)
+        self.slot_B.fill_(self.programs.num_slots)
+        self.active_B.fill_(False)
+        self.drawn_B.zero_()
+        self.slot_B[:count] = torch.as_tensor(slots)
+        rows: list[tuple[torch.Tensor, Any]] = [
+            (self.active_B, d.active_S), (self.cached_B, d.cached_S), (self.limit_B, d.limit_S),
+            (self.table_BP, d.page_table_SP),
+        ]  # fmt: skip
+        rows += [(mine, key.astype("int64")) for mine, key in zip(self.key_B, d.key_S, strict=True)]
+        for mine, x_S in rows:
+            mine[:count] = torch.as_tensor(x_S[slots])
+        self.budgets.copy_(torch.as_tensor(d.budgets))
+
+    def _step(self) -> None:
+        """Draw a token from the hidden state of each row, then run it through the model."""
+        p, shape, cached = self.programs, self.shape, self.cached_B
+        hidden_BD = p.hidden_SD[self.slot_B]
+        token, logp = p.sample(
+            p.model.logits(hidden_BD), self.key_B, cached, shape.temperature, shape.top_p
+        )
+        active = self.active_B
+        self.token_B.copy_(torch.where(active, token, 0))
+        self.logp_B.copy_(torch.where(active, logp, 0))
+        self.drawn_B += active
+        stops = (token[:, None] == p.stop_ids).any(1)
+        active = active & ~stops & (cached + 1 < self.limit_B)
+        sparse: dict[str, Any] = {}
+        if shape.max_selected:
+            index = (cached // shape.bin_tokens).clamp(max=shape.num_budgets - 1)
+            sparse = {"k_B": self.budgets[index.long()], "max_selected": shape.max_selected}
+        out_BTD = p.model.extend(
+            p.cache, token[:, None], cached, active.int(), self.table_BP, num_dense=p.num_dense,
+            **sparse,
+        )  # fmt: skip
+        p.hidden_SD[self.slot_B] = torch.where(active[:, None], out_BTD[:, 0], hidden_BD)
+        self.cached_B += active
+        self.active_B.copy_(active)
+
+
+class Programs:
+    """Device of common/paged_engine.py: the cache, hidden states of slots, and captured steps."""
+
+    def __init__(
+        self, model: Decoder, cache, sample, *, num_slots: int, table_width: int, chunk: int,
+        num_dense: int, stop_ids: Sequence[int], capture: Capture = run_again,
+    ):  # fmt: skip
+        self.model, self.cache, self.sample, self.capture = model, cache, sample, capture
+        self.num_slots, self.table_width = num_slots, table_width
+        self.chunk, self.num_dense = chunk, num_dense
+        embed_VD = model.embed_VD
+        self.device = embed_VD.device
+        self.stop_ids = torch.tensor(stop_ids, device=self.device)
+        self.hidden_SD = embed_VD.new_zeros(num_slots + 1, embed_VD.shape[1])  # one for padding
+        self.prompt_hidden = embed_VD.new_zeros(PREFILL_ROWS, embed_VD.shape[1])
+        self.steps: dict[Shape, DecodeStep] = {}
+
+    def _tensor(self, x) -> torch.Tensor:
+        return torch.as_tensor(x, device=self.device)
+
+    @torch.no_grad()
+    def prefill(self, tokens_BT, start_B, num_new_B, page_table_BP) -> None:
+        tokens_BT, start_B, num_new_B, page_table_BP = map(
+            self._tensor, (tokens_BT, start_B, num_new_B, page_table_BP)
+        )
+        hidden_BTD = self.model.extend(self.cache, tokens_BT, start_B, num_new_B, page_table_BP)
+        last = (num_new_B - 1).clamp(min=0).long()
+        newest = hidden_BTD[torch.arange(len(last), device=self.device), last]
+        self.prompt_hidden = torch.where((num_new_B > 0)[:, None], newest, self.prompt_hidden)
+
+    @torch.no_grad()
+    def fork(self, starts: Sequence[tuple[int, int, int, int]]) -> None:
+        source, slot, page_from, page_to = self._tensor(starts).T
+        self.hidden_SD[slot] = self.prompt_hidden[source]
+        kv, _ = self.cache
+        kv[:, :, page_to] = kv[:, :, page_from]
+
+    @torch.no_grad()
+    def decode(self, d: Decoding) -> Drawn:
+        slots = d.active_S.nonzero()[0]
+        shape = Shape(
+            bucket(len(slots), self.num_slots), len(d.budgets), d.bin_tokens, d.max_selected,
+            d.temperature, d.top_p,
+        )  # fmt: skip
+        if shape not in self.steps:
+            self.steps[shape] = DecodeStep(self, shape)
+        step = self.steps[shape]
+        step.load(d, slots)
+        tokens, logps = [], []
+        for _ in range(min(self.chunk, int((d.limit_S - d.cached_S)[slots].max()))):
+            if self.device.type == "cpu" and not step.active_B.any():
+                break  # a GPU is not waited for
+            step.run()
+            tokens.append(step.token_B.clone())
+            logps.append(step.logp_B.clone())
+        S, T = len(d.active_S), len(tokens)
+
+        def by_slot(before_S, rows):
+            before_S[slots] = rows[: len(slots)].cpu().numpy()
+            return before_S
+
+        return Drawn(
+            by_slot(d.active_S.copy(), step.active_B),
+            by_slot(d.cached_S.copy(), step.cached_B),
+            by_slot(np.zeros((S, T), np.int32), torch.stack(tokens, 1)),
+            by_slot(np.zeros((S, T), np.float32), torch.stack(logps, 1)),
+            by_slot(np.zeros(S, np.int32), step.drawn_B),
+        )
+
+    def close(self) -> None:
+        pass
