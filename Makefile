@@ -7,7 +7,7 @@ SPARROW := $(BIN)/sparrow
 DEMO := runs/demo
 STUDY := runs/study
 CONFIG := configs/demo.py
-# Further settings of the demo and the study: make demo FLAGS=--config.rollout.engine=torch
+# Further settings of the demo: make demo FLAGS=--config.rollout.engine=torch
 FLAGS :=
 # The compiler of TPUs that fits the pinned jax; it needs no TPU.
 LIBTPU := libtpu==0.0.42
@@ -72,7 +72,7 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minutes, resumable
-	$(SPARROW) study --config=$(CONFIG) $(FLAGS) --out=$(STUDY)
+	$(SPARROW) study --config=$(CONFIG) --out=$(STUDY)
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

@@ -65,9 +65,11 @@ def build_backend(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -
     engine = importlib.import_module(package).build_engine(
         config, geometry=backend.geometry, stop_ids=stop_ids
     )
+    foreign = ForeignEngine(engine, backend.export_weights)
+    foreign.load_weights(backend.learner.params, 0)
     return dataclasses.replace(
         backend,
-        engine=ForeignEngine(engine, backend.export_weights),
+        engine=foreign,
         description={**backend.description, "engine": engine.description},
     )
 

@@ -1,5 +1,6 @@
 """`--config.rollout.engine=torch` trains as the JAX engine does, step by step."""
 
+import json
 import types
 
 import numpy as np
@@ -31,6 +32,22 @@ def test_both_engines_give_the_same_record(tmp_path, capsys):
             if isinstance(b[name], (int, float)) and not timed:
                 np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-4, err_msg=name)
     assert want[0]["rollout/tokens"] > 100
+
+
+def test_both_engines_give_the_same_profile(tmp_path):
+    """The engine has the weights before any training."""
+    records = []
+    for engine in ("torch", "jax"):
+        path = tmp_path / f"{engine}.json"
+        line = f"profile --config=configs/smoke.py --config.rollout.engine={engine} --out={path}"
+        assert cli.main(line.split()) == 0
+        records.append(json.loads(path.read_text()))
+    for a, b in zip(*(r["summary"] + r["rows"] for r in records), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            if isinstance(b[name], (int, float)):
+                np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-4, err_msg=name)
+    assert records[0]["versions"].keys() == {"numpy", "torch"}
 
 
 def test_every_push_reaches_an_engine_of_another_framework():
