@@ -82,7 +82,7 @@ def sparse_decode(
     tokens = page_ids.shape[-1] * C
     product = _product_type(q_BTNH, kv)
     itemsize = 4 if product == tl.float32 else kv.element_size()
-    tuning = tuning or tune_decode(itemsize, H, B * K, tokens, _processors(q_BTNH))
+    tuning = tuning or tune_decode(itemsize, H, B * K, tokens, processors(q_BTNH))
     splits = tuning.splits
     out, lse = out_BTNH[None], lse_BTN
     if splits > 1:
@@ -101,11 +101,17 @@ def sparse_decode(
         PARTS=splits > 1, DOT=product, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     if splits > 1:
-        _combine[(B * T, N)](
-            out, lse, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
-            H=H, S=triton.next_power_of_2(splits), num_warps=4,
-        )  # fmt: skip
+        join_splits(out, lse, out_BTNH, lse_BTN)
     return out_BTNH, lse_BTN
+
+
+def join_splits(part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN):
+    """Into out_BTNH and lse_BTN: the outputs of splits, weighed by exp(lse - max lse)."""
+    splits, B, T, N, H = part_SBTNH.shape
+    _combine[(B * T, N)](
+        part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
+        H=H, S=triton.next_power_of_2(splits), num_warps=4,
+    )  # fmt: skip
 
 
 def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM):
@@ -131,7 +137,8 @@ def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM
             raise ValueError(f"{name}: {x.stride()=}: expected a last axis of stride 1; copy it")
 
 
-def _processors(x) -> int:
+def processors(x) -> int:
+    """Streaming multiprocessors of the tensor's GPU; without one, of an H100."""
     if not x.is_cuda:
         return PROCESSORS
     return torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -28,9 +28,10 @@ class Engine(PagedEngine):
         device = torch.device(device)
         on_gpu = device.type == "cuda"
         self.model = Decoder(geometry, ops=ops, dtype=dtype, device=device)
+        self._sample = sample
         if on_gpu:
             self.model.fuse()
-        self._sample = torch.compile(sample, dynamic=True) if on_gpu else sample
+            self._sample = torch.compile(sample, dynamic=True, fullgraph=True)
         if capture is None:
             capture = cuda_graph if on_gpu and ops.name == "kernel" else run_again
         self._capture = capture

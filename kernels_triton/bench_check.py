@@ -1,0 +1,279 @@
+"""Is every kernel right, on the device and in the types where it will be timed?
+
+Fresh random inputs against float64. Memory that a kernel has to write is filled with NaN before,
+and so is all that it may not read: the null page, free pages, slots past the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels_triton.ops import Ops
+
+PAGE = 16
+NARROW = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float8_e4m3fn: 2**-6}
+"""Error of an output that a type brings with it: two roundings of numbers up to 4."""
+EXACT = 1e-5
+OUTER = {torch.float8_e4m3fn: torch.bfloat16}
+"""Type of queries, new tokens and landmarks where it is not the cache's."""
+
+
+class Result(NamedTuple):
+    """One comparison: the largest error and the largest that is accepted."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit  # NaN is not
+
+
+class Pool(NamedTuple):
+    """Sequences in a paged cache of one layer, and the same in order: keys, values [S, K, H]."""
+
+    kv: torch.Tensor
+    marks: torch.Tensor
+    table: torch.Tensor
+    length: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def make_pool(lengths: Sequence[int], kv_heads: int, head_dim: int, dtype, device) -> Pool:
+    """Normal keys and values in scattered pages, as `dtype` holds them; NaN everywhere else."""
+    width = -(-max(lengths) // PAGE) + 1
+    num = 1 + len(lengths) * width + 3
+    wide = {"dtype": torch.float32, "device": device}
+    kv = torch.full((1, kv_heads, num, 2, PAGE, head_dim), torch.nan, **wide)
+    marks = torch.full((1, num, kv_heads, head_dim), torch.nan, **wide)
+    table = 1 + torch.randperm(num - 1, device=device)[: len(lengths) * width]
+    table = table.int().reshape(-1, width)
+    keys, values = [], []
+    for pages, n in zip(table.long(), lengths, strict=True):
+        k, v = torch.randn(2, n, kv_heads, head_dim, device=device).to(dtype).float()
+        at = torch.arange(n, device=device)
+        kv[0, :, pages[at // PAGE], 0, at % PAGE] = k.transpose(0, 1)
+        kv[0, :, pages[at // PAGE], 1, at % PAGE] = v.transpose(0, 1)
+        whole = n // PAGE
+        mean = k[: whole * PAGE].reshape(whole, PAGE, kv_heads, head_dim).mean(1)
+        marks[0, pages[:whole]] = mean
+        keys.append(k.double())
+        values.append(v.double())
+    marks = marks.to(OUTER.get(dtype, dtype))
+    length = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Pool(kv.to(dtype), marks, table, length, keys, values)
+
+
+def poison(device) -> None:
+    """Leave NaN in the memory that the next outputs are given."""
+    blocks = [torch.full((2**i,), torch.nan, device=device) for i in range(7, 24)]
+    del blocks
+
+
+def attention(q_TNH, k_SKH, v_SKH, visible_KTS):
+    """Output and log-sum-exp in float64; [K, T, S] says which keys a query sees."""
+    T, N, H = q_TNH.shape
+    K = k_SKH.shape[1]
+    q = q_TNH.double().reshape(T, K, -1, H)
+    s = torch.einsum("tkrh,skh->ktrs", q, k_SKH.double()) * H**-0.5
+    s = s.masked_fill(~visible_KTS[:, :, None], -torch.inf)
+    out = torch.einsum("ktrs,skh->tkrh", s.softmax(-1), v_SKH.double())
+    return out.reshape(T, N, H), s.logsumexp(-1).transpose(0, 1).reshape(T, N)
+
+
+def best_pages(scores_P, k: int) -> torch.Tensor:
+    """The first page, the last two and the k best of the others, sorted; scores of all pages."""
+    n = len(scores_P)
+    if n <= k + 3:
+        return torch.arange(n)
+    best = 1 + scores_P[1 : n - 2].topk(k).indices.cpu()
+    return torch.cat([torch.tensor([0]), best.sort().values, torch.tensor([n - 2, n - 1])])
+
+
+def decode_checks(ops: Ops, heads: int, kv_heads: int, H: int, dtype, device) -> Iterator[Result]:
+    """Dense with several new tokens; selection; attention over the pages that it selected."""
+    lengths, k, J = [5 * PAGE * 13 + 3, PAGE * 9, 5, 1], [12, 4, 7, 0], 16
+    pool = make_pool(lengths, kv_heads, H, dtype, device)
+    wide = OUTER.get(dtype, dtype)
+    name, limit = f"{heads}/{kv_heads} heads, {str(dtype)[6:]}", NARROW.get(dtype, EXACT)
+    scales = {}
+    keys, values = pool.keys, pool.values
+    if dtype == torch.float8_e4m3fn and ops.name == "kernel":
+        scale = 0.5 + torch.rand(1, kv_heads, pool.kv.shape[2], 2, device=device)
+        scales = {"page_scales_LKM": scale}
+        keys, values = (
+            [x * _by_token(scale[0, ..., i], pages, len(x)) for x, pages in _rows(xs, pool)]
+            for i, xs in enumerate((keys, values))
+        )
+    for T in (1, 4):
+        q = torch.randn(len(lengths), T, heads, H, device=device).to(wide)
+        poison(device)
+        start = (pool.length - T).clamp(min=0)
+        out, lse = ops.sparse_decode(q, pool.kv, 0, pool.table, start, pool.length, **scales)
+        errors = []
+        for b, n in enumerate(lengths):
+            position = int(start[b]) + torch.arange(min(T, n), device=device)
+            seen = torch.arange(n, device=device) <= position[:, None]
+            seen = seen.expand(kv_heads, *seen.shape)
+            want = attention(q[b, : len(position)], keys[b], values[b], seen)
+            errors.append(_errors((out[b, : len(position)], lse[b, : len(position)]), want))
+        yield Result(f"dense decode, {T} new, {name}: output", _worst(errors, 0), limit)
+        yield Result(f"dense decode, {T} new, {name}: log-sum-exp", _worst(errors, 1), 1e-4)
+    yield from _sparse_checks(ops, pool, k, J, keys, values, scales, wide, name, limit)
+
+
+def _rows(xs, pool):
+    return zip(xs, pool.table.long(), strict=True)
+
+
+def _by_token(scale_KM, pages, n):
+    at = torch.arange(n, device=pages.device) // PAGE
+    return scale_KM[:, pages[at]].T[:, :, None].double()
+
+
+def _errors(got, want):
+    return [float((a.detach().double() - b.detach()).abs().max())
+            for a, b in zip(got, want, strict=True)]  # fmt: skip
+
+
+def _relative(got, want):
+    """Largest error over the largest number."""
+    return _errors((got,), (want,))[0] / float(want.detach().abs().max())
+
+
+def _worst(errors, i):
+    return float(torch.tensor([e[i] for e in errors]).max())  # NaN stays
+
+
+def _sparse_checks(ops, pool, k, J, keys, values, scales, wide, name, limit):
+    device, kv_heads = pool.kv.device, pool.kv.shape[1]
+    B, H = len(keys), pool.kv.shape[-1]
+    heads = int(name.split("/")[0])
+    q = torch.randn(B, 1, heads, H, device=device).to(wide)
+    pages = (pool.length + PAGE - 1) // PAGE
+    budget = torch.tensor(k, dtype=torch.int32, device=device)
+    poison(device)
+    ids, count = ops.select_pages(q[:, 0], pool.marks, 0, pool.table, pages, budget, max_selected=J)
+    skipped = (pages - count) * PAGE
+    poison(device)
+    out, lse = ops.sparse_decode(
+        q, pool.kv, 0, ids, pool.length - 1 - skipped, pool.length - skipped, **scales
+    )
+    wrong, errors = 0.0, []
+    for b, n in enumerate(int(x) for x in pages):
+        mean = q[b, 0].double().reshape(kv_heads, -1, H).mean(1)
+        marks = pool.marks[0, pool.table[b, :n].long()].double().nan_to_num()
+        scores = torch.einsum("kh,pkh->kp", mean, marks)
+        listed = torch.stack([best_pages(s, k[b]) for s in scores]).to(device)
+        want = torch.nn.functional.pad(pool.table[b].long()[listed], (0, J - listed.shape[1]))
+        wrong = max(wrong, float((ids[b] != want).double().mean()))
+        seen = torch.zeros(kv_heads, n, dtype=torch.bool, device=device).scatter(1, listed, True)
+        seen = seen.repeat_interleave(PAGE, 1)[:, None, : len(keys[b])]
+        errors.append(_errors((out[b], lse[b]), attention(q[b], keys[b], values[b], seen)))
+    yield Result(f"selected pages, {name}: share that differs", wrong, 0.0)
+    yield Result(f"sparse decode, {name}: output", _worst(errors, 0), limit)
+    yield Result(f"sparse decode, {name}: log-sum-exp", _worst(errors, 1), 1e-4)
+
+
+def append_checks(ops: Ops, kv_heads: int, H: int, dtype, device) -> Iterator[Result]:
+    """The pool bit by bit, and the landmark of the page that is completed."""
+    pool = make_pool([PAGE + 7, 40], kv_heads, H, dtype, device)
+    new = torch.randn(2, 2, 3 * PAGE, kv_heads, H, device=device).to(pool.marks.dtype)
+    count = torch.tensor([PAGE - 7, 0], dtype=torch.int32, device=device)
+    kv, marks = pool.kv.clone(), pool.marks.clone()
+    table = torch.cat([pool.table, pool.table[:, :1] * 0], 1)
+    ops.append_kv(kv, marks, 0, *new, table, pool.length, count)
+    want, page = pool.kv.float(), table[0, 1].long()
+    want[0, :, page, :, 7:] = new[:, 0, : PAGE - 7].to(dtype).float().permute(2, 0, 1, 3)
+    differ = (kv.float()[:, :, 1:] - want[:, :, 1:]).abs().nan_to_num(0.0).max()
+    same = (kv.isnan() == want.to(dtype).isnan())[:, :, 1:].all()
+    name = f"append, {str(dtype)[6:]}"
+    yield Result(f"{name}: pool", float(differ) if same else torch.nan, 0.0)
+    mean = want[0, :, page, 0].double().mean(1)
+    error = float((marks[0, page].double() - mean).abs().max())
+    yield Result(f"{name}: landmark", error, NARROW.get(pool.marks.dtype, EXACT))
+
+
+def training_checks(ops: Ops, dtype, device) -> Iterator[Result]:
+    """Prefill dense and by pages, log-probs, overlap; outputs and gradients."""
+    name, limit = str(dtype)[6:], 4 * NARROW.get(dtype, EXACT)
+    T, N, K, H = 75, 4, 2, 64
+    # Keys in quarters, constant over a page: landmarks are exact in every type.
+    keys = (4 * torch.randn(1, -(-T // 4), K, H, device=device)).round() / 4
+    q, v = (torch.randn(1, T, n, H, device=device).to(dtype) for n in (N, K))
+    k = keys.repeat_interleave(4, 1)[:, :T].to(dtype)
+    do = torch.randn(1, T, N, H, device=device).to(dtype)
+    causal = torch.ones(T, T, dtype=torch.bool, device=device).tril().expand(K, T, T)
+    replay = {"budget_T": torch.full((T,), 3, device=device), "page": 4}
+    replay["prompt_len_B"] = torch.tensor([20], device=device)
+    for kind, options, seen in (
+        ("dense", {}, causal), ("replay", replay, causal & _replayed(q, k, 20, 3, 4)),
+    ):  # fmt: skip
+        args = [x.clone().requires_grad_() for x in (q, k, v)]
+        wide = [x.double().requires_grad_() for x in (q, k, v)]
+        poison(device)
+        out = ops.flash_prefill(*args, **options)
+        want, _ = attention(*(x[0] for x in wide), seen)
+        out.backward(do)
+        want.backward(do[0].double())
+        pairs = [(out[0], want), *((a.grad, b.grad) for a, b in zip(args, wide, strict=True))]
+        for what, (a, b) in zip(("output", "dq", "dk", "dv"), pairs, strict=True):
+            yield Result(f"prefill, {kind}, {name}: {what}, relative", _relative(a, b), limit)
+    yield from _head_checks(ops, dtype, device, name, limit)
+
+
+def _replayed(q, k, prompt_len, budget, page):
+    """Keys that decode would read at each position, [K, T, S]."""
+    _, T, N, H = q.shape
+    K = k.shape[2]
+    mean = q[0].double().reshape(T, K, -1, H).mean(2)
+    marks = [k[0, i : i + page].double().mean(0) for i in range(0, T, page)]
+    scores = torch.einsum("tkh,pkh->ktp", mean, torch.stack(marks))
+    seen = torch.ones(K, T, T, dtype=torch.bool)
+    for t in range(prompt_len, T):
+        for head in range(K):
+            pages = best_pages(scores[head, t, : t // page + 1], budget)
+            seen[head, t] = torch.isin(torch.arange(T) // page, pages)
+    return seen.to(q.device)
+
+
+def _head_checks(ops, dtype, device, name, limit):
+    X, V, D = 150, 1003, 192
+    hidden = torch.randn(2, X, D, device=device).to(dtype)
+    head = (torch.randn(V, D, device=device) * 0.3).to(dtype)
+    token = torch.randint(V, (X,), device=device)
+    args = [x.clone().requires_grad_() for x in (hidden[0], head)]
+    wide = [x.double().requires_grad_() for x in (hidden[0], head)]
+    poison(device)
+    logp, entropy = ops.token_logprob(*args, token, temperature=0.8)
+    log_V = (wide[0] @ wide[1].T / 0.8).log_softmax(-1)
+    want = log_V.gather(1, token[:, None])[:, 0], -(log_V.exp() * log_V).sum(-1)
+    weight = torch.randn(2, X, device=device)
+    (logp * weight[0] + entropy * weight[1]).sum().backward()
+    (want[0] * weight[0] + want[1] * weight[1]).sum().backward()
+    yield Result(f"log-prob, {name}", _errors((logp,), want[:1])[0], 5e-5)
+    yield Result(f"entropy, {name}", _errors((entropy,), want[1:])[0], 5e-5)
+    for what, a, b in zip(("hidden", "head"), args, wide, strict=True):
+        error = _relative(a.grad, b.grad)
+        yield Result(f"log-prob, {name}: gradient of {what}, relative", error, limit)
+    alpha, _ = ops.acceptance_overlap(*hidden, head, token, temperature=0.8)
+    p = [(x.double() @ head.double().T / 0.8).softmax(-1) for x in hidden]
+    error = float((alpha - torch.minimum(*p).sum(-1)).abs().max())
+    yield Result(f"acceptance overlap, {name}", error, 5e-5)
+
+
+def checks(ops: Ops, device, dtypes, heads=((16, 8), (32, 8), (40, 8)), H=128) -> Iterator[Result]:
+    """All of them, in every type of the cache; seeded by the clock: no two runs are alike."""
+    torch.manual_seed(time.time_ns() % 2**32)
+    for dtype in dtypes:
+        for N, K in heads if dtype == dtypes[0] else heads[:1]:
+            yield from decode_checks(ops, N, K, H, dtype, device)
+        yield from append_checks(ops, heads[0][1], H, dtype, device)
+        if dtype != torch.float8_e4m3fn:
+            yield from training_checks(ops, dtype, device)

@@ -1,0 +1,261 @@
+"""Everything about speed on one GPU: python -m sparrow_torch.bench [--out=bench.json]
+
+First kernels_triton/bench.py: kernels against float64, then one layer. Then whole decode steps of
+the engine, in CUDA graphs: Qwen3 1.7B, 4B and 8B with random weights in bfloat16, the cache filled,
+dense against the published 0.86 schedule in the same run, with the bytes that a step has to read
+as the bound. Two batches each: rows of all lengths up to 32K, as a long rollout has them, and rows
+of 32K. At most 6 minutes; needs torch, triton and numpy, no files. Without a GPU it lists what it
+would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from common.config import ModelConfig
+from common.paged_engine import Decoding
+from common.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
+from common.schedule import NUM_RESERVED, Schedule
+from kernels_triton import bench as kernel_bench
+from kernels_triton.ops import Ops, kernels
+from sparrow_torch import cache as kv_cache
+from sparrow_torch.decode import Capture, DecodeStep, Programs, Shape, cuda_graph
+from sparrow_torch.model import Decoder
+from sparrow_torch.sampling import sample
+
+_QWEN3 = {"vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6}
+MODELS = {
+    "1.7b": ModelConfig(
+        num_layers=28, hidden_size=2048, intermediate_size=6144, num_heads=16, **_QWEN3
+    ),
+    "4b": ModelConfig(
+        num_layers=36, hidden_size=2560, intermediate_size=9728, num_heads=32, **_QWEN3
+    ),
+    "8b": ModelConfig(
+        num_layers=36, hidden_size=4096, intermediate_size=12_288, num_heads=32,
+        tie_embeddings=False, **_QWEN3,
+    ),
+}  # fmt: skip
+GOALS = {"1.7b": 3.0, "4b": 2.65, "8b": 2.35}
+"""Speedup of a step over rows of all lengths; arXiv 2606.08446 measured 2.21, 2.41, 2.06."""
+CONTEXT = 32_768
+CACHE_BYTES = 110 * 2**30
+NUM_DENSE = 2
+MARGIN = 512  # tokens that a row has room for: steps are repeated
+
+
+class Batch(NamedTuple):
+    """Rows whose caches fill what there is."""
+
+    name: str
+    lengths: np.ndarray
+
+
+def schedule_of(model: str) -> Schedule:
+    """The published schedule with tau = 0.86."""
+    name = f"qwen3-{model}-0.86"
+    return Schedule(page_size=PAGE_SIZE, bin_tokens=BIN_TOKENS, budgets=PUBLISHED[name], name=name)
+
+
+def token_bytes(g: ModelConfig) -> int:
+    """Of keys and values of one token in all layers, in bfloat16."""
+    return g.num_layers * 2 * g.num_kv_heads * g.head_dim * 2
+
+
+def weight_bytes(g: ModelConfig) -> int:
+    """Of what a step reads, in bfloat16: all weights but the embedding (one row a token)."""
+    D, H = g.hidden_size, g.head_dim
+    layer = D * H * (2 * g.num_heads + 2 * g.num_kv_heads) + 3 * D * g.intermediate_size
+    return 2 * (g.num_layers * layer + g.vocab_size * D)
+
+
+def batches(g: ModelConfig, cache_bytes: int, context: int = CONTEXT) -> Iterator[Batch]:
+    """Lengths spread evenly over (0, context], and all of context; each fills the cache."""
+    longest = context - MARGIN
+    tokens = cache_bytes // token_bytes(g)
+    rows = max(1, int(2 * tokens // (context + MARGIN)))
+    lengths = ((np.arange(rows) + 0.5) * longest / rows).astype(np.int32)
+    yield Batch(f"1 to {context} tokens", np.maximum(lengths, 1))
+    yield Batch(f"{context} tokens", np.full(max(1, tokens // context), longest, np.int32))
+
+
+def step_bytes(g: ModelConfig, lengths: np.ndarray, schedule: Schedule | None) -> int:
+    """What one decode step has to read: weights, and of every row pages and landmarks.
+
+    dense    tokens x 2 K H x 2 bytes in each layer
+    sparse   that in the first NUM_DENSE layers; in the others the listed pages and one landmark
+             (K H x 2 bytes) a page
+    """
+    pages = -(-(lengths + 1).astype(np.int64) // PAGE_SIZE)
+    layer_token = token_bytes(g) // g.num_layers
+    whole = int((lengths + 1).sum()) * layer_token
+    if schedule is None:
+        return weight_bytes(g) + g.num_layers * whole
+    listed = np.minimum(schedule.budgets_at(lengths) + NUM_RESERVED, pages)
+    sparse = int(listed.sum()) * PAGE_SIZE * layer_token + int(pages.sum()) * layer_token // 2
+    return weight_bytes(g) + NUM_DENSE * whole + (g.num_layers - NUM_DENSE) * sparse
+
+
+def random_model(g: ModelConfig, ops: Ops, dtype, device) -> Decoder:
+    """Weights of a size at which hidden states neither vanish nor overflow."""
+    model = Decoder(g, ops=ops, dtype=dtype, device=device)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.fill_(1.0) if "norm" in name else x.normal_(std=0.02)
+    return model
+
+
+def build_step(
+    model: Decoder, lengths: np.ndarray, schedule: Schedule | None, pool, sampler, capture: Capture,
+    context: int = CONTEXT,
+) -> DecodeStep:  # fmt: skip
+    """One captured decode step of the engine over these rows, each with pages of its own."""
+    width = -(-context // PAGE_SIZE)
+    rows = len(lengths)
+    device = model.embed_VD.device
+    programs = Programs(
+        model, pool, sampler, num_slots=rows, table_width=width, chunk=1, num_dense=NUM_DENSE,
+        stop_ids=[-1], capture=capture,
+    )  # fmt: skip
+    programs.hidden_SD.normal_()
+    budgets = np.zeros(1, np.int32) if schedule is None else np.array(schedule.budgets, np.int32)
+    wanted = -(-(int(budgets.max()) + NUM_RESERVED) // 16) * 16  # as the engine rounds it
+    selected = 0 if schedule is None else min(width, wanted)
+    num = -(-(lengths + MARGIN) // PAGE_SIZE)
+    pages = 1 + torch.randperm(int(num.sum()), device=device).int().cpu().numpy()
+    table = np.zeros((rows, width), np.int32)
+    for row, own in zip(table, np.split(pages, np.cumsum(num)[:-1]), strict=True):
+        row[: len(own)] = own
+    key_S = tuple(np.arange(2 * rows, dtype=np.uint32).reshape(2, rows))
+    with torch.no_grad():
+        shape = Shape(rows, len(budgets), BIN_TOKENS, selected, 1.0, 1.0)
+        step = DecodeStep(programs, shape)
+        decoding = Decoding(
+            np.ones(rows, bool), lengths, lengths + MARGIN, key_S, table, budgets, BIN_TOKENS,
+            selected, 1.0, 1.0,
+        )  # fmt: skip
+        step.load(decoding, np.arange(rows))
+    return step
+
+
+def measure(
+    name: str, g: ModelConfig, batch: Batch, times: dict[str, float], copy: float
+) -> dict[str, Any]:
+    """A row of the table from milliseconds of a dense and a sparse step."""
+    schedule = schedule_of(name)
+    size = {
+        "dense": step_bytes(g, batch.lengths, None),
+        "sparse": step_bytes(g, batch.lengths, schedule),
+    }
+    out: dict[str, Any] = {"model": name, "lengths": batch.name, "rows": len(batch.lengths)}
+    for kind, ms in times.items():
+        speed = size[kind] / ms / 1e6
+        out |= {f"{kind}_ms": ms, f"{kind}_gb_per_s": speed, f"{kind}_share": speed / copy}
+        out[f"{kind}_tokens_per_s"] = len(batch.lengths) / ms * 1e3
+    speedup, bound = times["dense"] / times["sparse"], size["dense"] / size["sparse"]
+    return out | {"speedup": speedup, "bound": bound}
+
+
+def text(r: dict[str, Any]) -> str:
+    """One line of the table."""
+    cells = "  ".join(
+        f"{k} {r[f'{k}_ms']:7.2f} ms {r[f'{k}_gb_per_s']:5.0f} GB/s ({r[f'{k}_share']:4.0%} of "
+        f"copy) {r[f'{k}_tokens_per_s']:7.0f} tokens/s"
+        for k in ("dense", "sparse")
+    )
+    return (
+        f"{r['model']:4} {r['rows']:3} rows of {r['lengths']:18}  {cells}  {r['speedup']:.2f}x, "
+        f"bytes allow {r['bound']:.2f}x"
+    )
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Each model's speedup over rows of all lengths beside its goal."""
+    mixed = [r for r in rows if r["lengths"].startswith("1 to")]
+    return "; ".join(f"{r['model']}: {r['speedup']:.2f}x, goal {GOALS[r['model']]}x" for r in mixed)
+
+
+def run_model(
+    name: str, g: ModelConfig, ops: Ops, device, clock: Callable[[DecodeStep], float],
+    copy: float, *, capture: Capture, cache_bytes: int, dtype=torch.bfloat16, context=CONTEXT,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Rows of the table of one model; `clock` gives the milliseconds of a step."""
+    model = random_model(g, ops, dtype, device)
+    sampler = sample
+    if device.type == "cuda":
+        model.fuse()
+        sampler = torch.compile(sample, dynamic=True, fullgraph=True)
+    kinds = {"dense": None, "sparse": schedule_of(name)}
+    for batch in batches(g, cache_bytes, context):
+        num_pages = 1 + int((-(-(batch.lengths + MARGIN) // PAGE_SIZE)).sum())
+        pool = kv_cache.allocate(model, num_pages, PAGE_SIZE)
+        for x in pool:
+            x.normal_()
+        times = {}
+        for kind, schedule in kinds.items():
+            step = build_step(model, batch.lengths, schedule, pool, sampler, capture, context)
+            times[kind] = clock(step)
+        del pool, step
+        yield measure(name, g, batch, times, copy)
+
+
+def milliseconds(step: DecodeStep) -> float:
+    """Median time of a step."""
+    from triton.testing import do_bench
+
+    time = do_bench(step.run, warmup=25, rep=300, return_mode="median")
+    assert step.active_B.all(), "rows came to their end while they were timed; raise MARGIN"
+    return time
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 if a kernel is wrong; nothing is timed then."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    arguments = parser.parse_args(argv)
+    names = arguments.models.split(",")
+    if unknown := set(names) - set(MODELS):
+        parser.error(f"--models: {', '.join(sorted(unknown))}: expected some of {list(MODELS)}")
+    if not torch.cuda.is_available():
+        kernel_bench.main([])
+        print("and decode steps, with 110 GiB of cache:")
+        for name in names:
+            for batch in batches(MODELS[name], CACHE_BYTES):
+                ms = {kind: 1.0 for kind in ("dense", "sparse")}
+                r = measure(name, MODELS[name], batch, ms, 1.0)
+                print(f"  {name}: {r['rows']} rows of {batch.name}, bytes allow {r['bound']:.2f}x")
+        return 0
+    device = torch.device("cuda")
+    record = kernel_bench.run(device)
+    if record is None:
+        return 1
+    record["steps"] = []
+    for name in names:
+        gc.collect()
+        torch.cuda.empty_cache()
+        g, free = MODELS[name], torch.cuda.mem_get_info(device)[0]
+        room = min(CACHE_BYTES, int(0.92 * free) - weight_bytes(g) - 2**32)
+        for row in run_model(
+            name, g, kernels(), device, milliseconds, record["copy_gb_per_s"],
+            capture=cuda_graph, cache_bytes=room,
+        ):  # fmt: skip
+            record["steps"].append(row)
+            print(text(row), flush=True)
+    print(verdict(record["steps"]))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

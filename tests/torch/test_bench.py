@@ -1,0 +1,79 @@
+"""sparrow_torch/bench.py as far as a machine without a GPU goes; times are not looked at."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import ModelConfig
+from kernels_triton.ops import REFERENCE
+from sparrow_torch import bench
+from sparrow_torch.decode import run_again
+
+TINY = ModelConfig(
+    vocab_size=61, num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
+    head_dim=16, rope_theta=1e4,
+)  # fmt: skip
+
+
+def test_bytes_of_a_step_by_hand():
+    """Layers of 32 x (8 + 4) x 16 + 3 x 32 x 48 = 10,752 numbers, a head of 61 x 32; a token has
+    2 x 2 x 16 numbers a layer, so 128 bytes; 100 and 40 tokens, and the new one, lie in 7 and 3
+    pages; budget 1 reads 4 and 3 of them, 2,048 bytes each, and landmarks of 64 bytes."""
+    lengths = np.array([100, 40])
+    weights = 2 * (3 * 10_752 + 61 * 32)
+    assert bench.weight_bytes(TINY) == weights and bench.token_bytes(TINY) == 3 * 128
+    assert bench.step_bytes(TINY, lengths, None) == weights + 3 * (101 + 41) * 128
+    schedule = bench.Schedule(page_size=16, bin_tokens=2000, budgets=(1,))
+    sparse = (4 + 3) * 2048 + (7 + 3) * 64
+    want = weights + 2 * (101 + 41) * 128 + sparse
+    assert bench.step_bytes(TINY, lengths, schedule) == want
+
+
+@pytest.mark.parametrize(("name", "bound"), [("1.7b", 3.36), ("4b", 2.95), ("8b", 2.57)])
+def test_bounds_are_near_the_published_ones(name, bound):
+    """The paper's, of one H200 with a full cache, has other assumptions about what is read."""
+    g = bench.MODELS[name]
+    mixed, long = bench.batches(g, bench.CACHE_BYTES)
+    schedule = bench.schedule_of(name)
+    got = [
+        bench.step_bytes(g, b.lengths, None) / bench.step_bytes(g, b.lengths, schedule)
+        for b in (mixed, long)
+    ]
+    assert bound * 0.98 < got[0] < bound * 1.08 and got[1] > got[0]
+    for b in (mixed, long):
+        cached = int((b.lengths + bench.MARGIN).sum()) * bench.token_bytes(g)
+        assert 0.93 * bench.CACHE_BYTES < cached <= bench.CACHE_BYTES
+
+
+def test_the_rows_of_a_model(monkeypatch):
+    """Dense and sparse steps are those of the engine: one token for each row, appended."""
+    monkeypatch.setattr(bench, "MARGIN", 32)
+    steps = []
+
+    def clock(step):
+        before = step.cached_B.clone()
+        step.run()
+        assert step.active_B.all() and (step.cached_B == before + 1).all()
+        assert step.logp_B.isfinite().all() and step.token_B.max() < 61
+        steps.append(step)
+        return 2.0 if step.shape.max_selected else 3.0
+
+    rows = list(bench.run_model(
+        "1.7b", TINY, REFERENCE, torch.device("cpu"), clock, 1.0, capture=run_again,
+        cache_bytes=800 * bench.token_bytes(TINY), dtype=torch.float32, context=256,
+    ))  # fmt: skip
+    assert [r["rows"] for r in rows] == [5, 3] and all(r["speedup"] == 1.5 for r in rows)
+    assert rows[0]["sparse_tokens_per_s"] == 2500
+    assert 0.9 < rows[0]["bound"] < 1  # of so few pages all are read, and their landmarks
+    assert "1.7b   5 rows of 1 to 256 tokens" in bench.text(rows[0])
+    assert bench.verdict(rows) == "1.7b: 1.50x, goal 3.0x"
+    tables = [step.table_BP[step.table_BP > 0] for step in steps]
+    assert all(len(t.unique()) == len(t) for t in tables)  # no page belongs to two rows
+    assert [s.shape.max_selected > 0 for s in steps] == [False, True] * 2
+
+
+def test_without_a_gpu_it_says_what_it_would_run(capsys):
+    assert bench.main(["--models=1.7b"]) == 0
+    assert "1.7b: 61 rows of 1 to 32768 tokens, bytes allow 3.39x" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["--models=7b"])
