@@ -6,6 +6,7 @@ not installed, or refuses the shape, is named with its reason and not with a tim
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +39,9 @@ def flashinfer(x: dict[str, Any], clock: Clock) -> float | str:
     B, P = x["table"].shape
     place = {"dtype": torch.int32, "device": x["kv"].device}
     try:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
+        module = importlib.import_module("flashinfer")
         workspace = torch.empty(2**28, dtype=torch.uint8, device=x["kv"].device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
         wrapper.plan(
             torch.arange(B + 1, **place) * P, x["table"].flatten(), torch.full((B,), C, **place),
             x["q"].shape[2], K, H, C, q_data_type=x["q"].dtype, kv_data_type=x["kv"].dtype,
@@ -60,10 +60,9 @@ def flash_attention(x: dict[str, Any], clock: Clock) -> float | str:
     K, H = x["kv"].shape[1], x["kv"].shape[-1]
     shape = (len(x["length"]), int(x["length"][0]), K, H)
     try:
-        from flash_attn import flash_attn_with_kvcache
-
+        attend = importlib.import_module("flash_attn").flash_attn_with_kvcache
         key, value = (x["kv"].new_empty(shape).normal_() for _ in range(2))
-        return clock(lambda: flash_attn_with_kvcache(x["q"], key, value, cache_seqlens=x["length"]))
+        return clock(lambda: attend(x["q"], key, value, cache_seqlens=x["length"]))
     except REFUSALS as e:
         return _refused(e)
 
