@@ -116,7 +116,7 @@ def token_bits(key: tuple[Words, Words], position: Words, arange_V: Words) -> Wo
 
 def uniform(bits: Words) -> Any:
     """float32 in (0, 1): u = ((bits >> 9) + 0.5) * 2**-23, every step exact in 24 bits."""
-    numpy_kinds = (np.ndarray, np.generic, float)
+    numpy_kinds = (np.ndarray, np.generic, float)  # torch.compile takes no union of types
     u = (_word(bits) >> 9) * 2.0**-23 + 2.0**-24
     return np.asarray(u, np.float32) if isinstance(u, numpy_kinds) else u
 

@@ -168,6 +168,26 @@ class PagedEngine(abc.ABC):
             )
 
 
+class BudgetPlan(NamedTuple):
+    """What a schedule is to a decode program; see Decoding."""
+
+    budgets: np.ndarray
+    bin_tokens: int
+    max_selected: int
+
+
+def plan_budgets(schedule: Schedule | None, table_width: int) -> BudgetPlan:
+    """Budgets by bin and width of the page list, at most the table's; dense: width 0."""
+    if schedule is None or schedule.is_dense:
+        return BudgetPlan(np.zeros(1, np.int32), 1, 0)
+    budgets = np.minimum(np.array(schedule.budgets, np.int32), table_width)
+    # The last budget holds beyond its bin; a padded table is one shape for all schedules.
+    budgets = np.pad(budgets, (0, -len(budgets) % BUDGET_BINS), mode="edge")
+    wanted = int(budgets.max()) + NUM_RESERVED
+    width = min(table_width, -(-wanted // 16) * 16)
+    return BudgetPlan(budgets, schedule.bin_tokens, width)
+
+
 class _Run:
     """State of one generate call."""
 
@@ -188,19 +208,7 @@ class _Run:
         self.row_keys = noise.row_key(seed, ids, np.array([s for _, s in self.rows], np.uint32))
         self.done: dict[int, _Slot] = {}
         self.stats = {"prefill_tokens": 0.0, "decode_tokens": 0.0, "decode_steps": 0.0}
-        self._plan(schedule)
-
-    def _plan(self, schedule: Schedule | None) -> None:
-        """Budget table and width of the page list; 0 = dense."""
-        P = self.engine.table_width
-        self.budgets, self.bin_tokens, self.max_selected = np.zeros(1, np.int32), 1, 0
-        if schedule is not None and not schedule.is_dense:
-            budgets = np.minimum(np.array(schedule.budgets, np.int32), P)
-            # The last budget holds beyond its bin; a padded table is one shape for all schedules.
-            self.budgets = np.pad(budgets, (0, -len(budgets) % BUDGET_BINS), mode="edge")
-            self.bin_tokens = schedule.bin_tokens
-            wanted = int(self.budgets.max()) + NUM_RESERVED
-            self.max_selected = min(P, -(-wanted // 16) * 16) if wanted < P else P
+        self.plan = plan_budgets(schedule, engine.table_width)
 
     @property
     def unfinished(self) -> bool:
@@ -281,7 +289,7 @@ class _Run:
         drawn = self.device.decode(
             Decoding(
                 active, self.cached_S, self.limit_S, tuple(self.key_S), self.table_SP,
-                self.budgets, self.bin_tokens, self.max_selected, self.temperature, self.top_p,
+                *self.plan, self.temperature, self.top_p,
             )
         )  # fmt: skip
         self.cached_S = np.array(drawn.cached_S)

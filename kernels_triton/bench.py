@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kernels_triton.bench_peers import PEERS
+from kernels_triton.cuda_graph import cuda_graph
 from kernels_triton.ops import Ops, kernels
 from kernels_triton.reference import NUM_RESERVED
 
@@ -126,37 +127,25 @@ def combine(c: Case, device) -> Callable[[], None] | None:
     ).splits
     if splits == 1:
         return None
-    out, lse = torch.randn((splits, *q.shape), device=device), torch.zeros(q.shape[:3])
-    part_lse = torch.randn((splits, *q.shape[:3]), device=device)
-    lse = lse.to(device)
-    return lambda: module.join_splits(out, part_lse, q, lse)
-
-
-def graph_of(f: Callable[[], Any]) -> Callable[[], None]:
-    """f's kernels without the time that Python takes to launch them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        f()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-    return graph.replay
+    part, part_lse = (
+        torch.randn((splits, *shape), device=device) for shape in (q.shape, q.shape[:3])
+    )
+    lse = torch.empty(q.shape[:3], device=device)
+    return lambda: module.join_splits(part, part_lse, q, lse)
 
 
 def microseconds(f: Callable[[], Any]) -> float:
-    """Median time of a call on the GPU."""
+    """Median time of a call on the GPU, without the time that Python takes to launch it."""
     from triton.testing import do_bench
 
-    return 1e3 * do_bench(graph_of(f), warmup=10, rep=40, return_mode="median")
+    return 1e3 * do_bench(cuda_graph(f), warmup=10, rep=40, return_mode="median")
 
 
-def copy_gb_per_s(device, size: int = COPY_BYTES) -> float:
-    """Bytes read and written by a copy of `size` bytes, a second: the yardstick of this card."""
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+def copy_gb_per_s(device) -> float:
+    """Bytes read and written by a large copy, a second: the yardstick of this card."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * size / microseconds(lambda: target.copy_(source)) / 1e3
+    return 2 * COPY_BYTES / microseconds(lambda: target.copy_(source)) / 1e3
 
 
 def measure(ops: Ops, c: Case, device, copy: float) -> dict[str, Any]:
@@ -205,11 +194,11 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(out) + f" of {len(rows)} rows"
 
 
-def right(ops: Ops, device, dtypes: Sequence[torch.dtype] = CHECKED) -> bool:
+def right(ops: Ops, device) -> bool:
     """Run bench_check.py and say what is wrong."""
     from kernels_triton.bench_check import checks
 
-    results = list(checks(ops, device, dtypes))
+    results = list(checks(ops, device, CHECKED))
     for r in (r for r in results if not r.ok):
         print(f"WRONG: {r.name}: error {r.error:.2e}, accepted {r.limit:.0e}")
     wrong = sum(not r.ok for r in results)

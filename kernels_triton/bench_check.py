@@ -98,48 +98,45 @@ def best_pages(scores_P, k: int) -> torch.Tensor:
 
 def decode_checks(ops: Ops, heads: int, kv_heads: int, H: int, dtype, device) -> Iterator[Result]:
     """Dense with several new tokens; selection; attention over the pages that it selected."""
-    lengths, k, J = [5 * PAGE * 13 + 3, PAGE * 9, 5, 1], [12, 4, 7, 0], 16
-    pool = make_pool(lengths, kv_heads, H, dtype, device)
-    wide = OUTER.get(dtype, dtype)
-    name, limit = f"{heads}/{kv_heads} heads, {str(dtype)[6:]}", NARROW.get(dtype, EXACT)
+    pool = make_pool([5 * PAGE * 13 + 3, PAGE * 9, 5, 1], kv_heads, H, dtype, device)
     scales = {}
-    keys, values = pool.keys, pool.values
     if dtype == torch.float8_e4m3fn and ops.name == "kernel":
-        scale = 0.5 + torch.rand(1, kv_heads, pool.kv.shape[2], 2, device=device)
-        scales = {"page_scales_LKM": scale}
-        keys, values = (
-            [x * _by_token(scale[0, ..., i], pages, len(x)) for x, pages in _rows(xs, pool)]
-            for i, xs in enumerate((keys, values))
-        )
+        pool, scales["page_scales_LKM"] = scaled(pool)
+    name, limit = f"{heads}/{kv_heads} heads, {str(dtype)[6:]}", NARROW.get(dtype, EXACT)
     for T in (1, 4):
-        q = torch.randn(len(lengths), T, heads, H, device=device).to(wide)
+        q = torch.randn(len(pool.keys), T, heads, H, device=device).to(OUTER.get(dtype, dtype))
         poison(device)
         start = (pool.length - T).clamp(min=0)
         out, lse = ops.sparse_decode(q, pool.kv, 0, pool.table, start, pool.length, **scales)
         errors = []
-        for b, n in enumerate(lengths):
-            position = int(start[b]) + torch.arange(min(T, n), device=device)
-            seen = torch.arange(n, device=device) <= position[:, None]
-            seen = seen.expand(kv_heads, *seen.shape)
-            want = attention(q[b, : len(position)], keys[b], values[b], seen)
+        for b, (key, value) in enumerate(zip(pool.keys, pool.values, strict=True)):
+            position = int(start[b]) + torch.arange(min(T, len(key)), device=device)
+            seen = torch.arange(len(key), device=device) <= position[:, None]
+            want = attention(q[b, : len(position)], key, value, seen.expand(kv_heads, *seen.shape))
             errors.append(_errors((out[b, : len(position)], lse[b, : len(position)]), want))
-        yield Result(f"dense decode, {T} new, {name}: output", _worst(errors, 0), limit)
-        yield Result(f"dense decode, {T} new, {name}: log-sum-exp", _worst(errors, 1), 1e-4)
-    yield from _sparse_checks(ops, pool, k, J, keys, values, scales, wide, name, limit)
+        yield from _attention_results(f"dense decode, {T} new, {name}", errors, limit)
+    yield from _sparse_checks(ops, pool, q[:, :1], scales, name, limit)
 
 
-def _rows(xs, pool):
-    return zip(xs, pool.table.long(), strict=True)
-
-
-def _by_token(scale_KM, pages, n):
-    at = torch.arange(n, device=pages.device) // PAGE
-    return scale_KM[:, pages[at]].T[:, :, None].double()
+def scaled(pool: Pool) -> tuple[Pool, torch.Tensor]:
+    """The pool with keys and values as random scales of pages make them, and the scales."""
+    _, K, M, *_ = pool.kv.shape
+    scale = 0.5 + torch.rand(1, K, M, 2, device=pool.kv.device)
+    keys, values = (
+        [
+            x * scale[0, :, pages[torch.arange(len(x)) // PAGE], i].T[:, :, None].double()
+            for x, pages in zip(rows, pool.table.long(), strict=True)
+        ]
+        for i, rows in enumerate((pool.keys, pool.values))
+    )
+    return pool._replace(keys=keys, values=values), scale
 
 
 def _errors(got, want):
-    return [float((a.detach().double() - b.detach()).abs().max())
-            for a, b in zip(got, want, strict=True)]  # fmt: skip
+    return [
+        float((a.detach().double() - b.detach()).abs().max())
+        for a, b in zip(got, want, strict=True)
+    ]
 
 
 def _relative(got, want):
@@ -147,38 +144,38 @@ def _relative(got, want):
     return _errors((got,), (want,))[0] / float(want.detach().abs().max())
 
 
-def _worst(errors, i):
-    return float(torch.tensor([e[i] for e in errors]).max())  # NaN stays
+def _attention_results(name, errors, limit):
+    """Worst output and log-sum-exp of the rows; NaN stays."""
+    out, lse = torch.tensor(errors).amax(0).tolist()
+    return Result(f"{name}: output", out, limit), Result(f"{name}: log-sum-exp", lse, 1e-4)
 
 
-def _sparse_checks(ops, pool, k, J, keys, values, scales, wide, name, limit):
+def _sparse_checks(ops, pool, q_B1NH, scales, name, limit):
+    k, J, H = [12, 4, 7, 0], 16, q_B1NH.shape[-1]
     device, kv_heads = pool.kv.device, pool.kv.shape[1]
-    B, H = len(keys), pool.kv.shape[-1]
-    heads = int(name.split("/")[0])
-    q = torch.randn(B, 1, heads, H, device=device).to(wide)
     pages = (pool.length + PAGE - 1) // PAGE
     budget = torch.tensor(k, dtype=torch.int32, device=device)
     poison(device)
-    ids, count = ops.select_pages(q[:, 0], pool.marks, 0, pool.table, pages, budget, max_selected=J)
-    skipped = (pages - count) * PAGE
-    poison(device)
-    out, lse = ops.sparse_decode(
-        q, pool.kv, 0, ids, pool.length - 1 - skipped, pool.length - skipped, **scales
+    ids, count = ops.select_pages(
+        q_B1NH[:, 0], pool.marks, 0, pool.table, pages, budget, max_selected=J
     )
+    listed_B = pool.length - (pages - count) * PAGE
+    poison(device)
+    out, lse = ops.sparse_decode(q_B1NH, pool.kv, 0, ids, listed_B - 1, listed_B, **scales)
     wrong, errors = 0.0, []
-    for b, n in enumerate(int(x) for x in pages):
-        mean = q[b, 0].double().reshape(kv_heads, -1, H).mean(1)
+    for b, n in enumerate(pages.tolist()):
+        mean = q_B1NH[b, 0].double().reshape(kv_heads, -1, H).mean(1)
         marks = pool.marks[0, pool.table[b, :n].long()].double().nan_to_num()
         scores = torch.einsum("kh,pkh->kp", mean, marks)
         listed = torch.stack([best_pages(s, k[b]) for s in scores]).to(device)
         want = torch.nn.functional.pad(pool.table[b].long()[listed], (0, J - listed.shape[1]))
         wrong = max(wrong, float((ids[b] != want).double().mean()))
         seen = torch.zeros(kv_heads, n, dtype=torch.bool, device=device).scatter(1, listed, True)
-        seen = seen.repeat_interleave(PAGE, 1)[:, None, : len(keys[b])]
-        errors.append(_errors((out[b], lse[b]), attention(q[b], keys[b], values[b], seen)))
+        seen = seen.repeat_interleave(PAGE, 1)[:, None, : len(pool.keys[b])]
+        expected = attention(q_B1NH[b], pool.keys[b], pool.values[b], seen)
+        errors.append(_errors((out[b], lse[b]), expected))
     yield Result(f"selected pages, {name}: share that differs", wrong, 0.0)
-    yield Result(f"sparse decode, {name}: output", _worst(errors, 0), limit)
-    yield Result(f"sparse decode, {name}: log-sum-exp", _worst(errors, 1), 1e-4)
+    yield from _attention_results(f"sparse decode, {name}", errors, limit)
 
 
 def append_checks(ops: Ops, kv_heads: int, H: int, dtype, device) -> Iterator[Result]:

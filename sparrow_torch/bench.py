@@ -22,15 +22,15 @@ import numpy as np
 import torch
 
 from common.config import ModelConfig
-from common.paged_engine import Decoding
+from common.paged_engine import Decoding, plan_budgets
 from common.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
 from common.schedule import NUM_RESERVED, Schedule
 from kernels_triton import bench as kernel_bench
+from kernels_triton.cuda_graph import cuda_graph
 from kernels_triton.ops import Ops, kernels
 from sparrow_torch import cache as kv_cache
-from sparrow_torch.decode import Capture, DecodeStep, Programs, Shape, cuda_graph
+from sparrow_torch.decode import Capture, DecodeStep, Programs, Shape
 from sparrow_torch.model import Decoder
-from sparrow_torch.sampling import sample
 
 _QWEN3 = {"vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6}
 MODELS = {
@@ -78,6 +78,12 @@ def weight_bytes(g: ModelConfig) -> int:
     return 2 * (g.num_layers * layer + g.vocab_size * D)
 
 
+def cache_room(g: ModelConfig, free: int) -> int:
+    """Bytes for the cache beside weights and 4 GiB of others; 0 if no row of CONTEXT fits."""
+    room = min(CACHE_BYTES, int(0.95 * free) - weight_bytes(g) - 2**32)
+    return room if room >= CONTEXT * token_bytes(g) else 0
+
+
 def batches(g: ModelConfig, cache_bytes: int, context: int = CONTEXT) -> Iterator[Batch]:
     """Lengths spread evenly over (0, context], and all of context; each fills the cache."""
     longest = context - MARGIN
@@ -115,21 +121,19 @@ def random_model(g: ModelConfig, ops: Ops, dtype, device) -> Decoder:
 
 
 def build_step(
-    model: Decoder, lengths: np.ndarray, schedule: Schedule | None, pool, sampler, capture: Capture,
-    context: int = CONTEXT,
+    model: Decoder, lengths: np.ndarray, schedule: Schedule | None, pool, capture: Capture,
+    context: int,
 ) -> DecodeStep:  # fmt: skip
     """One captured decode step of the engine over these rows, each with pages of its own."""
     width = -(-context // PAGE_SIZE)
     rows = len(lengths)
     device = model.embed_VD.device
     programs = Programs(
-        model, pool, sampler, num_slots=rows, table_width=width, chunk=1, num_dense=NUM_DENSE,
+        model, pool, num_slots=rows, table_width=width, chunk=1, num_dense=NUM_DENSE,
         stop_ids=[-1], capture=capture,
     )  # fmt: skip
     programs.hidden_SD.normal_()
-    budgets = np.zeros(1, np.int32) if schedule is None else np.array(schedule.budgets, np.int32)
-    wanted = -(-(int(budgets.max()) + NUM_RESERVED) // 16) * 16  # as the engine rounds it
-    selected = 0 if schedule is None else min(width, wanted)
+    plan = plan_budgets(schedule, width)
     num = -(-(lengths + MARGIN) // PAGE_SIZE)
     pages = 1 + torch.randperm(int(num.sum()), device=device).int().cpu().numpy()
     table = np.zeros((rows, width), np.int32)
@@ -137,25 +141,26 @@ def build_step(
         row[: len(own)] = own
     key_S = tuple(np.arange(2 * rows, dtype=np.uint32).reshape(2, rows))
     with torch.no_grad():
-        shape = Shape(rows, len(budgets), BIN_TOKENS, selected, 1.0, 1.0)
+        shape = Shape(rows, len(plan.budgets), *plan[1:], temperature=1.0, top_p=1.0)
         step = DecodeStep(programs, shape)
         decoding = Decoding(
-            np.ones(rows, bool), lengths, lengths + MARGIN, key_S, table, budgets, BIN_TOKENS,
-            selected, 1.0, 1.0,
-        )  # fmt: skip
+            np.ones(rows, bool), lengths, lengths + MARGIN, key_S, table, *plan, 1.0, 1.0
+        )
         step.load(decoding, np.arange(rows))
     return step
+
+
+def both_bytes(name: str, g: ModelConfig, batch: Batch) -> dict[str, int]:
+    """step_bytes of a dense step and of one by the model's schedule."""
+    kinds = {"dense": None, "sparse": schedule_of(name)}
+    return {kind: step_bytes(g, batch.lengths, schedule) for kind, schedule in kinds.items()}
 
 
 def measure(
     name: str, g: ModelConfig, batch: Batch, times: dict[str, float], copy: float
 ) -> dict[str, Any]:
     """A row of the table from milliseconds of a dense and a sparse step."""
-    schedule = schedule_of(name)
-    size = {
-        "dense": step_bytes(g, batch.lengths, None),
-        "sparse": step_bytes(g, batch.lengths, schedule),
-    }
+    size = both_bytes(name, g, batch)
     out: dict[str, Any] = {"model": name, "lengths": batch.name, "rows": len(batch.lengths)}
     for kind, ms in times.items():
         speed = size[kind] / ms / 1e6
@@ -190,10 +195,6 @@ def run_model(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of the table of one model; `clock` gives the milliseconds of a step."""
     model = random_model(g, ops, dtype, device)
-    sampler = sample
-    if device.type == "cuda":
-        model.fuse()
-        sampler = torch.compile(sample, dynamic=True, fullgraph=True)
     kinds = {"dense": None, "sparse": schedule_of(name)}
     for batch in batches(g, cache_bytes, context):
         num_pages = 1 + int((-(-(batch.lengths + MARGIN) // PAGE_SIZE)).sum())
@@ -202,7 +203,7 @@ def run_model(
             x.normal_()
         times = {}
         for kind, schedule in kinds.items():
-            step = build_step(model, batch.lengths, schedule, pool, sampler, capture, context)
+            step = build_step(model, batch.lengths, schedule, pool, capture, context)
             times[kind] = clock(step)
         del pool, step
         yield measure(name, g, batch, times, copy)
@@ -220,31 +221,29 @@ def milliseconds(step: DecodeStep) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 if a kernel is wrong; nothing is timed then."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
     arguments = parser.parse_args(argv)
-    names = arguments.models.split(",")
-    if unknown := set(names) - set(MODELS):
-        parser.error(f"--models: {', '.join(sorted(unknown))}: expected some of {list(MODELS)}")
     if not torch.cuda.is_available():
         kernel_bench.main([])
         print("and decode steps, with 110 GiB of cache:")
-        for name in names:
-            for batch in batches(MODELS[name], CACHE_BYTES):
-                ms = {kind: 1.0 for kind in ("dense", "sparse")}
-                r = measure(name, MODELS[name], batch, ms, 1.0)
-                print(f"  {name}: {r['rows']} rows of {batch.name}, bytes allow {r['bound']:.2f}x")
+        for name, g in MODELS.items():
+            for batch in batches(g, CACHE_BYTES):
+                size, rows = both_bytes(name, g, batch), len(batch.lengths)
+                bound = size["dense"] / size["sparse"]
+                print(f"  {name}: {rows} rows of {batch.name}, bytes allow {bound:.2f}x")
         return 0
     device = torch.device("cuda")
     record = kernel_bench.run(device)
     if record is None:
         return 1
     record["steps"] = []
-    for name in names:
+    for name, g in MODELS.items():
         gc.collect()
         torch.cuda.empty_cache()
-        g, free = MODELS[name], torch.cuda.mem_get_info(device)[0]
-        room = min(CACHE_BYTES, int(0.92 * free) - weight_bytes(g) - 2**32)
+        room = cache_room(g, torch.cuda.mem_get_info(device)[0])
+        if not room:
+            print(f"{name}: does not fit with a row of {CONTEXT} tokens; not measured")
+            continue
         for row in run_model(
             name, g, kernels(), device, milliseconds, record["copy_gb_per_s"],
             capture=cuda_graph, cache_bytes=room,

@@ -16,6 +16,7 @@ import torch
 
 from common.paged_engine import PREFILL_ROWS, Decoding, Drawn
 from sparrow_torch.model import Decoder
+from sparrow_torch.sampling import sample
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Makes a function without arguments into one that does the same on the same tensors again."""
@@ -24,20 +25,6 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 def run_again(step: Callable[[], None]) -> Callable[[], None]:
     """Where there are no graphs: the function itself."""
     return step
-
-
-def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """The kernels of `step` as a graph; it runs twice before, so that all of them are compiled."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 class Shape(NamedTuple):
@@ -119,8 +106,8 @@ class Programs:
     """Device of common/paged_engine.py: the cache, hidden states of slots, and captured steps."""
 
     def __init__(
-        self, model: Decoder, cache, sample, *, num_slots: int, table_width: int, chunk: int,
-        num_dense: int, stop_ids: Sequence[int], capture: Capture = run_again,
+        self, model: Decoder, cache, *, num_slots: int, table_width: int, chunk: int,
+        num_dense: int, stop_ids: Sequence[int], capture: Capture,
     ):  # fmt: skip
         self.model, self.cache, self.sample, self.capture = model, cache, sample, capture
         self.num_slots, self.table_width = num_slots, table_width
@@ -131,6 +118,15 @@ class Programs:
         self.hidden_SD = embed_VD.new_zeros(num_slots + 1, embed_VD.shape[1])  # one for padding
         self.prompt_hidden = embed_VD.new_zeros(PREFILL_ROWS, embed_VD.shape[1])
         self.steps: dict[Shape, DecodeStep] = {}
+        if self.device.type == "cuda":
+            self.fuse()
+
+    def fuse(self, **options) -> None:
+        """Let torch.compile join the small operations of a step; options: its own."""
+        options = {"dynamic": True, "fullgraph": True} | options
+        self.model.project = torch.compile(self.model.project, **options)
+        self.model.finish = torch.compile(self.model.finish, **options)
+        self.sample = torch.compile(sample, **options)
 
     def _tensor(self, x) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device)

@@ -9,11 +9,11 @@ import torch
 
 from common.config import ModelConfig, RolloutConfig
 from common.paged_engine import PagedEngine
+from kernels_triton.cuda_graph import cuda_graph
 from kernels_triton.ops import Ops
 from sparrow_torch import cache as kv_cache
-from sparrow_torch.decode import Capture, Programs, cuda_graph, run_again
+from sparrow_torch.decode import Capture, Programs, run_again
 from sparrow_torch.model import Decoder
-from sparrow_torch.sampling import sample
 
 
 class Engine(PagedEngine):
@@ -26,14 +26,10 @@ class Engine(PagedEngine):
         """capture None: CUDA graphs with kernels on a GPU; references wait for the device."""
         super().__init__(config, stop_ids)
         device = torch.device(device)
-        on_gpu = device.type == "cuda"
         self.model = Decoder(geometry, ops=ops, dtype=dtype, device=device)
-        self._sample = sample
-        if on_gpu:
-            self.model.fuse()
-            self._sample = torch.compile(sample, dynamic=True, fullgraph=True)
         if capture is None:
-            capture = cuda_graph if on_gpu and ops.name == "kernel" else run_again
+            graphs = device.type == "cuda" and ops.name == "kernel"
+            capture = cuda_graph if graphs else run_again
         self._capture = capture
         graphs = ", CUDA graphs" if capture is cuda_graph else ""
         self.description = f"torch {torch.__version__} on {device}, {ops.name}{graphs}"
@@ -51,7 +47,6 @@ class Engine(PagedEngine):
             self._programs = Programs(
                 self.model,
                 kv_cache.allocate(self.model, self.num_pages, config.page_size),
-                self._sample,
                 num_slots=config.num_slots,
                 table_width=self.table_width,
                 chunk=config.decode_chunk,

@@ -27,7 +27,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, g: ModelConfig, *, ops: Ops = REFERENCE, dtype=torch.float32, device=None):
         super().__init__()
         self.geometry, self.ops = g, ops
-        self._project, self._finish = _project, _finish
+        self.project, self.finish = _project, _finish  # of `extend`; may be compiled
         place = {"dtype": dtype, "device": device}
 
         def zeros(*shape):
@@ -71,12 +71,6 @@ class Decoder(torch.nn.Module):
         if hidden_BD.is_cuda and hidden_BD.dtype != torch.float32:
             return torch.mm(hidden_BD, head_VD.mT, out_dtype=torch.float32)
         return hidden_BD.float() @ head_VD.float().mT
-
-    def fuse(self, **options) -> None:
-        """Let torch.compile join the small operations of `extend`; options: its own."""
-        options = {"dynamic": True, "fullgraph": True} | options
-        self._project = torch.compile(_project, **options)
-        self._finish = torch.compile(_finish, **options)
 
     def hidden(
         self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2
@@ -130,7 +124,7 @@ class Decoder(torch.nn.Module):
         x = self.embed_VD[tokens_BT]
         for layer in range(g.num_layers):
             w = self._layer(layer)
-            q, k, v = self._project(g, w, x, *turn)
+            q, k, v = self.project(g, w, x, *turn)
             self.ops.append_kv(kv, marks, layer, k, v, page_table_BP, start_B, num_new_B)
             pages, listed = page_table_BP, dense
             if k_B is not None and layer >= num_dense:
@@ -140,7 +134,7 @@ class Decoder(torch.nn.Module):
                 )  # fmt: skip
                 listed = sparse
             a, _ = self.ops.sparse_decode(q, kv, layer, pages, *listed)
-            x = self._finish(g, w, x, a)
+            x = self.finish(g, w, x, a)
         return _rms_norm(x, self.final_norm_D, g.norm_eps)
 
     def _layer(self, layer: int) -> dict[str, torch.Tensor]:

@@ -11,10 +11,7 @@ import importlib
 import inspect
 from types import ModuleType
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import torch
 
 from kernels_pallas import tuning as pallas
 from kernels_triton import tuning as triton
@@ -26,7 +23,6 @@ class Package:
 
     folder: str
     small: dict
-    gradients: staticmethod
 
     def __init__(self, name):
         self.__name__ = name  # by which pytest names the parameter
@@ -36,16 +32,11 @@ class Package:
 
     def function(self, name: str):
         """The operation itself, on jax arrays or tensors."""
-        home = "token_logprob" if name == "acceptance_overlap" else name
-        return getattr(self.module(home), name)
+        return getattr(self.module(name), name)
 
     def options(self, name: str) -> dict:
         """What makes the operation run here, on tiny inputs."""
         return {"tuning": self.small[name]} if name in self.small else {}
-
-    def differentiable(self, name: str, **options):
-        """The operation with its options, for `gradients` and the like."""
-        return functools.partial(self.function(name), **self.options(name) | options)
 
     def plant(self, patch: pytest.MonkeyPatch, place: str, fault):
         """Put a fault at "file.function"; the right one, if it takes that, is its `right`."""
@@ -60,48 +51,25 @@ class Pallas(Package):
     """Interpreted with DMAs done when they are waited for, or at once and with a look at races."""
 
     folder = "kernels_pallas"
-    small = {
-        "select_pages": pallas.SelectTuning(unit=4, ring=2, group=1, digit=2),
-        "sparse_decode": pallas.DecodeTuning(pages_per_block=2, num_buffers=4),
-        "flash_prefill": pallas.PrefillTuning(queries=16, keys=32),
-        "token_logprob": pallas.HeadTuning(tokens=32, vocabulary=32),
-        "acceptance_overlap": pallas.HeadTuning(tokens=32, vocabulary=32),
-    }
-    static = {"select_pages": "max_selected", "flash_prefill": ("page", "chunk")}
-    gradients = staticmethod(ladder.jax_gradients)
+    small = {"select_pages": pallas.SelectTuning(unit=4, ring=2, group=1, digit=2)}
+    static = {"select_pages": "max_selected"}
 
     def __init__(self, name, mode):
         super().__init__(name)
         self.mode = mode
 
-    def options(self, name):
-        return {"interpret": self.mode, **super().options(name)}
-
     def kernel(self, name, **options):
         """Traced anew, so that a planted fault is seen."""
-        f, static = self.function(name), self.static.get(name, ())
         options = self.options(name) | options
-        return ladder.interpreted(f, options.pop("interpret"), static=static, **options)
-
-    def array(self, x, dtype=None):
-        return jnp.asarray(x, dtype)
-
-    def wide(self, x):
-        return np.asarray(x, np.float32)
+        static = self.static.get(name, ())
+        return ladder.interpreted(self.function(name), self.mode, static=static, **options)
 
 
 class Triton(Package):
     """By Triton's interpreter, whose arithmetic in bfloat16 is wrong; without triton, skipped."""
 
     folder = "kernels_triton"
-    small = {
-        "select_pages": triton.SelectTuning(score=8, count=4, list=4, num_warps=4),
-        "sparse_decode": triton.DecodeTuning(16, splits=2, least=1, num_warps=4, num_stages=2),
-        "flash_prefill": triton.PrefillTuning(*[triton.PrefillBlocks(16, 32, 1, 1)] * 4),
-        "token_logprob": triton.HeadTuning(32, 16, 16, parts=2, num_warps=1, num_stages=1),
-        "acceptance_overlap": triton.HeadTuning(32, 16, 16, parts=2, num_warps=1, num_stages=1),
-    }
-    gradients = staticmethod(ladder.torch_gradients)
+    small = {"select_pages": triton.SelectTuning(score=8, count=4, list=4, num_warps=4)}
 
     def module(self, name):
         pytest.importorskip("triton", reason="there is no triton for this machine")
@@ -109,13 +77,6 @@ class Triton(Package):
 
     def kernel(self, name, **options):
         return ladder.on_torch(self.function(name), **self.options(name) | options)
-
-    def array(self, x, dtype=None):
-        x = ladder.tensor(x)
-        return x.to(getattr(torch, dtype)) if dtype else x
-
-    def wide(self, x):
-        return x.detach().float().numpy()
 
 
 PALLAS, EAGER = Pallas("pallas", ladder.ON_WAIT), Pallas("pallas-eager", ladder.EAGER)

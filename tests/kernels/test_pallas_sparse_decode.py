@@ -102,6 +102,12 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", [ON_WAIT, EAGER])
+def test_without_a_fault_the_same_inputs_pass(mode):
+    case = ladder.make_paged([21, 43], kv_heads=1, head_dim=128)
+    ladder.check_decode(kernel(mode, PAIR), case, ladder.random_queries(case, 1, 1), 1)
+
+
 @pytest.mark.parametrize(("file", "name", "fault"), FAULTS)
 def test_faults_are_rejected(file, name, fault, monkeypatch):
     monkeypatch.setattr(file, name, fault)

@@ -113,14 +113,26 @@ def test_planted_faults_are_rejected(package, place, fault, monkeypatch):
     reject(package, place, fault, monkeypatch)
 
 
-def reject(package, place, fault, patch, match=None, *, equal=False, seed=0):
+@pytest.mark.parametrize(("package", "inputs"), [
+    (PALLAS, {}), (PALLAS, {"seed": None}), (PALLAS, {"equal": True}), (EAGER, {}), (TRITON, {}),
+    (TRITON, {"equal": True}),
+])  # fmt: skip
+def test_without_a_fault_the_same_inputs_pass(package, inputs):
+    check(package, **inputs)
+
+
+def reject(package, place, fault, patch, match=None, **inputs):
     """The fault in the file and function of that name gives another list, or is a race."""
     package.plant(patch, place, fault)
+    with pytest.raises(AssertionError, match=match):
+        check(package, **inputs)
+
+
+def check(package, *, equal=False, seed=0):
     case = ladder.make_paged([43, 44], head_dim=HEAD_DIM[package], equal=equal, seed=seed)
     q = queries(case, 2)
     select = kernel(package, **FAULTY[package])
-    with pytest.raises(AssertionError, match=match):
-        ladder.check_select(select, case, np.round(q) if equal else q, [3, 4], 7)
+    ladder.check_select(select, case, np.round(q) if equal else q, [3, 4], 7)
 
 
 @pytest.mark.parametrize("package", BOTH)

@@ -73,7 +73,16 @@ def test_the_rows_of_a_model(monkeypatch):
 
 
 def test_without_a_gpu_it_says_what_it_would_run(capsys):
-    assert bench.main(["--models=1.7b"]) == 0
-    assert "1.7b: 61 rows of 1 to 32768 tokens, bytes allow 3.39x" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        bench.main(["--models=7b"])
+    assert bench.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no GPU here") and out.count("bytes allow") == 6
+    assert "1.7b: 61 rows of 1 to 32768 tokens, bytes allow 3.39x" in out
+
+
+def test_room_for_the_cache():
+    """What is free, less weights and 4 GiB; a row of 32K tokens has 4.5 GiB in 8B."""
+    g = bench.MODELS["8b"]
+    assert bench.cache_room(g, 149 * 10**9) == bench.CACHE_BYTES
+    room = bench.cache_room(g, 40 * 2**30)
+    assert room == int(0.95 * 40 * 2**30) - bench.weight_bytes(g) - 2**32 > 4.5 * 2**30
+    assert bench.cache_room(g, 20 * 2**30) == 0

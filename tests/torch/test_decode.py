@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from kernels_triton.ops import REFERENCE
 from sparrow_jax.backend import export_weights
-from sparrow_torch import decode, sampling
+from sparrow_torch import decode
 from sparrow_torch.engine import Engine
 from tests.torch import test_engine
 from tests.torch.test_engine import QWEN, SPARSE, STOP, assert_same, generate
@@ -129,7 +129,7 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured():
         generate(engine)
 
 
-@pytest.mark.parametrize("name", ["cached_B", "table_BP", "budgets", "key_B"])
+@pytest.mark.parametrize("name", ["cached_B", "limit_B", "slot_B", "table_BP", "budgets", "key_B"])
 def test_a_value_that_is_not_read_anew_is_seen(name):
     """A planted fault: a buffer is as it was when the step was captured."""
     recorder = Recorder()
@@ -162,8 +162,7 @@ def test_torch_compile_takes_the_small_operations_whole():
         return graph.forward
 
     engine = Engine(QWEN, test_engine.config(), STOP, torch.float32, ops=REFERENCE, device="cpu")
-    engine.model.fuse(backend=backend)
-    engine._sample = torch.compile(sampling.sample, dynamic=True, fullgraph=True, backend=backend)
+    engine.open().fuse(backend=backend)
     engine.load_weights(export_weights(test_engine.weights(QWEN)[1]), 3)
     assert_same(generate(engine), plain())
     assert 3 <= len(graphs) <= 9  # each of three functions: prefill, one row, several rows
