@@ -11,7 +11,11 @@ import importlib
 import inspect
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 from kernels_pallas import tuning as pallas
 from kernels_triton import tuning as triton
@@ -32,7 +36,8 @@ class Package:
 
     def function(self, name: str):
         """The operation itself, on jax arrays or tensors."""
-        return getattr(self.module(name), name)
+        home = "token_logprob" if name == "acceptance_overlap" else name
+        return getattr(self.module(home), name)
 
     def options(self, name: str) -> dict:
         """What makes the operation run here, on tiny inputs."""
@@ -51,8 +56,14 @@ class Pallas(Package):
     """Interpreted with DMAs done when they are waited for, or at once and with a look at races."""
 
     folder = "kernels_pallas"
-    small = {"select_pages": pallas.SelectTuning(unit=4, ring=2, group=1, digit=2)}
-    static = {"select_pages": "max_selected"}
+    small = {
+        "select_pages": pallas.SelectTuning(unit=4, ring=2, group=1, digit=2),
+        "sparse_decode": pallas.DecodeTuning(pages_per_block=2, num_buffers=4),
+        "flash_prefill": pallas.PrefillTuning(queries=16, keys=32),
+        "token_logprob": pallas.HeadTuning(tokens=32, vocabulary=32),
+        "acceptance_overlap": pallas.HeadTuning(tokens=32, vocabulary=32),
+    }
+    static = {"select_pages": "max_selected", "flash_prefill": ("page", "chunk")}
 
     def __init__(self, name, mode):
         super().__init__(name)
@@ -64,12 +75,37 @@ class Pallas(Package):
         static = self.static.get(name, ())
         return ladder.interpreted(self.function(name), self.mode, static=static, **options)
 
+    def vjp(self, name, args, cotangents, **options):
+        """(outputs, gradients of sum(outputs . cotangents) in each of args)."""
+        options = {"interpret": self.mode, **self.options(name), **options}
+
+        @functools.partial(jax.jit, compiler_options=ladder.QUICK)
+        def run(cotangents, *args):
+            out, pull = jax.vjp(functools.partial(self.function(name), **options), *args)
+            return out, pull(cotangents)
+
+        got = jax.block_until_ready(run(cotangents, *args))
+        ladder.assert_no_race()
+        return got
+
+    def array(self, x, dtype=None):
+        return jnp.asarray(x, dtype)
+
+    def wide(self, x):
+        return np.asarray(x, np.float32)
+
 
 class Triton(Package):
     """By Triton's interpreter, whose arithmetic in bfloat16 is wrong; without triton, skipped."""
 
     folder = "kernels_triton"
-    small = {"select_pages": triton.SelectTuning(score=8, count=4, list=4, num_warps=4)}
+    small = {
+        "select_pages": triton.SelectTuning(score=8, count=4, list=4, num_warps=4),
+        "sparse_decode": triton.DecodeTuning(16, splits=2, least=1, num_warps=4, num_stages=2),
+        "flash_prefill": triton.PrefillTuning(*[triton.PrefillBlocks(16, 32, 1, 1)] * 4),
+        "token_logprob": triton.HeadTuning(32, 16, 16, parts=2, num_warps=1, num_stages=1),
+        "acceptance_overlap": triton.HeadTuning(32, 16, 16, parts=2, num_warps=1, num_stages=1),
+    }
 
     def module(self, name):
         pytest.importorskip("triton", reason="there is no triton for this machine")
@@ -77,6 +113,20 @@ class Triton(Package):
 
     def kernel(self, name, **options):
         return ladder.on_torch(self.function(name), **self.options(name) | options)
+
+    def vjp(self, name, args, cotangents, **options):
+        options = {key: ladder.tensor(x) for key, x in (self.options(name) | options).items()}
+        args = [self.array(x).detach().requires_grad_() for x in args]
+        out = self.function(name)(*args, **options)
+        torch.autograd.backward(out, jax.tree.map(ladder.tensor, cotangents))
+        return jax.tree.map(torch.Tensor.detach, out), [x.grad for x in args]
+
+    def array(self, x, dtype=None):
+        x = ladder.tensor(x)
+        return x.to(getattr(torch, dtype)) if dtype else x
+
+    def wide(self, x):
+        return torch.as_tensor(x).float().numpy()
 
 
 PALLAS, EAGER = Pallas("pallas", ladder.ON_WAIT), Pallas("pallas-eager", ladder.EAGER)

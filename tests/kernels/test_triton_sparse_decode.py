@@ -1,59 +1,30 @@
-"""kernels_triton.sparse_decode, interpreted: output and log-sum-exp at 1e-5."""
+"""What only kernels_triton.sparse_decode has: layouts, splits, float8 by its bits, tunings."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels import ladder
+from tests.kernels.packages import TRITON
+from tests.kernels.test_sparse_decode import kernel, refuse, reject
 
 pytest.importorskip("triton", reason="there is no triton for this machine")
-from kernels_triton import sparse_decode as module  # noqa: E402
-from kernels_triton.tuning import DecodeTuning, tune_decode  # noqa: E402
+from kernels_triton.tuning import tune_decode  # noqa: E402
 
-SMALL = DecodeTuning(tile=16, splits=2, least=1, num_warps=4, num_stages=2)
-ONE = SMALL._replace(splits=1)
-THREE = SMALL._replace(splits=3, least=2)
-# Pages of 4, tiles of 4 pages: empty rows, one token, around a page and a tile, one to three tiles.
-LENGTHS = [0, 1, 5, 16, 17, 43, 48]
-
-
-def kernel(tuning=SMALL, **kwargs):
-    return ladder.on_torch(module.sparse_decode, tuning=tuning, **kwargs)
-
-
-@pytest.mark.parametrize(("head_dim", "ratio", "tuning"), [(128, 3, SMALL), (64, 8, ONE)])
-def test_selected_pages(head_dim, ratio, tuning):
-    case = ladder.make_paged(LENGTHS, head_dim=head_dim)
-    q, k = ladder.random_queries(case, 1, ratio), [2, 0, 1, 1, 2, 5, 3]
-    ladder.check_decode(kernel(tuning), case, q, 1, k, 8)
-
-
-def test_selected_pages_and_several_new_tokens():
-    """All queries of a row read the same list; the last two pages are always in it."""
-    case = ladder.make_paged(LENGTHS, head_dim=32, kv_heads=1)
-    new, k = np.array([1, 1, 3, 3, 0, 2, 3]), [2, 0, 1, 1, 2, 5, 3]
-    ladder.check_decode(kernel(), case, ladder.random_queries(case, 3, 2), new, k, 8)
-
-
-@pytest.mark.parametrize(("head_dim", "ratio", "tuning"), [(128, 5, THREE), (64, 1, SMALL)])
-def test_page_table_and_several_new_tokens(head_dim, ratio, tuning):
-    case = ladder.make_paged(LENGTHS, head_dim=head_dim, kv_heads=3 - ratio // 2)
-    for pages, n in zip(case.table_BP, case.num_pages_B, strict=True):
-        pages[n:] = 2**30  # padding of the table is not read
-    new = np.array([1, 1, 4, 3, 0, 5, 2])
-    ladder.check_decode(kernel(tuning), case, ladder.random_queries(case, 5, ratio), new)
+module = TRITON.module("sparse_decode")
+SMALL = TRITON.small["sparse_decode"]
 
 
 def test_more_queries_than_a_program_takes():
     case = ladder.make_paged([9, 43], head_dim=32, kv_heads=1)
-    ladder.check_decode(kernel(), case, ladder.random_queries(case, 9, 8), np.array([9, 8]))
+    ladder.check_decode(kernel(TRITON), case, ladder.random_queries(case, 9, 8), np.array([9, 8]))
 
 
 def test_pages_of_16_and_the_tuning_of_a_card():
     case = ladder.make_paged([2085, 64], head_dim=64, kv_heads=1, page_size=16)
     tuning = tune_decode(4, 64, programs=2, tokens=2128)
     assert tuning.splits == 16 and tuning.tile == 32
-    ladder.check_decode(kernel(tuning), case, ladder.random_queries(case, 1, 2), 1)
+    ladder.check_decode(kernel(TRITON, tuning=tuning), case, ladder.random_queries(case, 1, 2), 1)
 
 
 POOL_ORDERS = {"blocks of all heads": (0, 2, 3, 4, 1, 5), "keys first": (3, 0, 2, 1, 4, 5)}
@@ -71,38 +42,6 @@ def test_layouts(order):
         return module.sparse_decode(q, kv, *args, tuning=SMALL)
 
     ladder.check_decode(ladder.on_torch(decode), case, ladder.random_queries(case, 3, 2), 3)
-
-
-def narrow(lengths, dtype, head_dim):
-    """Case whose keys and values `dtype` holds exactly (NaN elsewhere), and its pool."""
-    case = ladder.make_paged(lengths, head_dim=head_dim, page_size=16, kv_heads=1)
-    for rows in (case.keys, case.values):
-        rows[:] = [torch.from_numpy(x).to(dtype).float().numpy() for x in rows]
-    return case, torch.from_numpy(case.kv_pages).to(dtype)
-
-
-def errors(case, pool, q, keys, values, **options):
-    """ladder.decode_errors of the kernel."""
-    decode = ladder.on_torch(module.sparse_decode, tuning=SMALL, **options)
-    return ladder.decode_errors(decode, case, pool, q, keys, values)
-
-
-def test_float16():
-    """Output within a few roundings of it (2^-12), the log-sum-exp without one."""
-    case, pool = narrow([100, 1, 64], torch.float16, 128)
-    q = torch.from_numpy(ladder.random_queries(case, 1, 2)).half()
-    got = errors(case, pool, q, case.keys, case.values)
-    assert got[0] < 1e-3 and got[1] < 1e-5, got
-
-
-@pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 1e-6), (torch.float16, 2**-10)])
-def test_float8_with_page_scales(dtype, roundings):
-    """roundings: of the output, relative to the largest value."""
-    case, pool = narrow([100, 1, 64], torch.float8_e4m3fn, 64)
-    scales, keys, values = ladder.scaled_pages(case)
-    q = torch.from_numpy(ladder.random_queries(case, 1, 2)).to(dtype)
-    got = errors(case, pool, q, keys, values, page_scales_LKM=torch.from_numpy(scales))
-    assert got[0] < roundings * max(np.abs(v).max() for v in values) and got[1] < 1e-5, got
 
 
 def test_every_float8_number(monkeypatch):
@@ -146,26 +85,20 @@ def one_number_more(x, DOT, right=module._number):
     return right(x, DOT) * 1.0001
 
 
-FAULTS = {
-    "_entry": entry_before, "_visible": visible_one_longer, "_weight": all_splits_alike,
-    "_number": one_number_more,
-}  # fmt: skip
+FAULTS = [
+    ("_entry", entry_before), ("_visible", visible_one_longer), ("_weight", all_splits_alike),
+    ("_number", one_number_more),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_rejected(name, monkeypatch):
-    monkeypatch.setattr(module, name, FAULTS[name])
-    case = ladder.make_paged([21, 43], kv_heads=1, head_dim=32)
-    with pytest.raises(AssertionError):
-        ladder.check_decode(kernel(), case, ladder.random_queries(case, 2, 1), 2)
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_faults_are_rejected(name, fault, monkeypatch):
+    reject(TRITON, f"sparse_decode.{name}", fault, monkeypatch)
 
 
 @pytest.mark.parametrize("fault", [last_tile_missing, first_tile_twice])
 def test_faulty_shares_are_rejected(fault, monkeypatch):
-    monkeypatch.setattr(module, "_share", fault)
-    case = ladder.make_paged([43], kv_heads=1, head_dim=32)
-    with pytest.raises(AssertionError):
-        ladder.check_decode(kernel(), case, ladder.random_queries(case, 1, 1), 1)
+    reject(TRITON, "sparse_decode._share", fault, monkeypatch, lengths=[43])
 
 
 def test_tuning():
@@ -181,23 +114,16 @@ def test_tuning():
         assert 2**14 <= in_flight and (t.num_stages - 1) * in_flight < 2**17
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"q": (2, 1, 4, 32)}, "kv_pages"), ({"q": (2, 1, 3, 64)}, "KV heads"),
-    ({"ids": (2, 3, 4)}, "page_ids"), ({"scales": (1, 2, 5)}, "page_scales"),
+@pytest.mark.parametrize(("change", "match"), [
     ({"pool": (1, 2, 5, 2, 16, 48), "q": (2, 1, 4, 48)}, "H=48"), ({"rows": (3,)}, "start_B"),
 ])  # fmt: skip
-def test_mistakes_end_in_a_clear_error(change, message):
-    shapes = {
-        "q": (2, 1, 4, 64), "pool": (1, 2, 5, 2, 16, 64), "ids": (2, 2, 4), "rows": (2,),
-        "scales": (1, 2, 5, 2), **change,
-    }  # fmt: skip
-    x = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    rows, ids = x["rows"].int(), x["ids"].int()
-    with pytest.raises(ValueError, match=message):
-        module.sparse_decode(x["q"], x["pool"], 0, ids, rows, rows, page_scales_LKM=x["scales"])
-    if not change.get("scales"):
-        with pytest.raises(ValueError, match="stride 1"):
-            module.sparse_decode(
-                torch.zeros(2, 1, 4, 128)[..., ::2], torch.zeros(1, 2, 5, 2, 16, 64), 0,
-                torch.zeros(2, 4).int(), torch.zeros(2).int(), torch.zeros(2).int(),
-            )  # fmt: skip
+def test_what_a_launch_cannot_take_is_refused(change, match):
+    refuse(TRITON, change, match)
+
+
+def test_queries_of_distant_numbers_are_refused():
+    rows, ids = torch.zeros(2).int(), torch.zeros(2, 4).int()
+    with pytest.raises(ValueError, match="stride 1"):
+        module.sparse_decode(
+            torch.zeros(2, 1, 4, 128)[..., ::2], torch.zeros(1, 2, 5, 2, 16, 64), 0, ids, rows, rows
+        )
