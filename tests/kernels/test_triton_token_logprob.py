@@ -1,9 +1,4 @@
-"""kernels_triton.token_logprob, interpreted: float32 at 1e-5, gradients, several blocks and parts.
-
-37 tokens in blocks of 32 and 51 rows of the head in blocks of 16, in 2 parts: nothing divides.
-"""
-
-import functools
+"""What only kernels_triton.token_logprob has: parts, chunks, any sizes and strides; its faults."""
 
 import numpy as np
 import pytest
@@ -11,26 +6,20 @@ import torch
 
 from common import oracles
 from tests.kernels import ladder
+from tests.kernels.packages import TRITON
+from tests.kernels.test_token_logprob import (  # noqa: F401
+    check_gradient,
+    check_logprob,
+    check_overlap,
+    kernel,
+    reject,
+)
 
 triton = pytest.importorskip("triton", reason="there is no triton for this machine")
 import triton.language as tl  # noqa: E402
 
-from kernels_triton import token_logprob as module  # noqa: E402
-from kernels_triton.tuning import HeadTuning  # noqa: E402
-
-SMALL = HeadTuning(32, 16, 16, parts=2, num_warps=1, num_stages=1)
-token_logprob = ladder.on_torch(module.token_logprob, tuning=SMALL)
-acceptance_overlap = ladder.on_torch(module.acceptance_overlap, tuning=SMALL)
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.3])
-def test_log_prob_and_entropy(temperature):
-    ladder.check_logprob(token_logprob, temperature)
-
-
-@pytest.mark.parametrize("temperature", [0.6, np.float32([1.3])])
-def test_acceptance_overlap(temperature):
-    ladder.check_overlap(acceptance_overlap, temperature)
+module = TRITON.module("token_logprob")
+SMALL = TRITON.small["token_logprob"]
 
 
 @pytest.mark.parametrize(("tokens", "vocab", "width", "parts"), [
@@ -41,45 +30,19 @@ def test_sizes(tokens, vocab, width, parts):
     hidden, other, head, token = ladder.head_inputs(tokens, vocab, width)
     tuning = SMALL._replace(parts=parts)
     logits, other64 = (np.float64(x) @ np.float64(head).T for x in (hidden, other))
-    got = ladder.on_torch(module.token_logprob, tuning=tuning)(hidden, head, token)
+    got = kernel(TRITON, tuning=tuning)(hidden, head, token)
     for a, b in zip(got, oracles.token_logprob(logits, token), strict=True):
         ladder.close(a, b)
-    overlap = ladder.on_torch(module.acceptance_overlap, tuning=tuning)
+    overlap = kernel(TRITON, "acceptance_overlap", tuning=tuning)
     alpha, _ = overlap(hidden, other, head, token)
     ladder.close(alpha, oracles.acceptance_overlap(logits, other64))
 
 
-def test_large_logits():
-    """Logits of +-3,000 neither overflow nor leave NaN; the entropy of a sure token is 0."""
-    hidden, _, head, token = ladder.head_inputs(16, 32, 16)
-    head = head * 400
-    logits = np.float64(hidden) @ np.float64(head).T
-    got = token_logprob(hidden, head, token)
-    want = oracles.token_logprob(logits, token)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-3)
-    np.testing.assert_allclose(got[1], want[1], atol=1e-3)
-
-
-def check_gradient():
-    """Through log-prob and entropy, in chunks of the head, against differences of the oracle."""
-    hidden, _, head, token = ladder.head_inputs()
-    weights = np.random.default_rng(6).normal(size=(2, len(token)))
-
-    def f64(hidden, head):
-        logp, entropy = oracles.token_logprob(hidden @ head.T, token, 0.7)
-        return np.sum(logp * weights[0] + entropy * weights[1])
-
-    f = functools.partial(
-        module.token_logprob, token_X=torch.from_numpy(token), temperature=0.7, tuning=SMALL
-    )
-    ladder.check_gradient(ladder.torch_gradients(f, [hidden, head], weights), f64, [hidden, head])
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 37 * 4 * 32, 2**26])
-def test_gradient(chunk_bytes, monkeypatch):
-    """Chunks of one and of two blocks of the vocabulary, and one chunk."""
+@pytest.mark.parametrize("chunk_bytes", [1, 37 * 4 * 32])
+def test_gradient_in_chunks(chunk_bytes, monkeypatch):
+    """Of one and of two blocks of the vocabulary."""
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
-    check_gradient()
+    check_gradient(TRITON)
 
 
 def test_only_the_gradients_that_are_needed():
@@ -98,25 +61,6 @@ def test_only_the_gradients_that_are_needed():
         assert args[1 - i].grad is None
 
 
-def test_float16_against_float64_on_the_rounded_inputs():
-    hidden, _, head, token = ladder.head_inputs()
-    hidden, head = (torch.from_numpy(x).half().requires_grad_() for x in (hidden, head))
-    wide = [np.float64(x.detach()) for x in (hidden, head)]
-    want = oracles.token_logprob(wide[0] @ wide[1].T, token, 0.7)
-    got = module.token_logprob(hidden, head, torch.from_numpy(token), temperature=0.7, tuning=SMALL)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a.detach(), b, rtol=1e-5, atol=1e-5)  # exact products
-    a, b = np.random.default_rng(6).normal(size=(2, len(token)))
-    torch.autograd.backward(got, [torch.from_numpy(np.float32(x)) for x in (a, b)])
-    p = np.exp(oracles.log_softmax(wide[0] @ wide[1].T, 0.7))
-    d = a[:, None] * (np.eye(len(head))[token] - p)
-    d = (d - b[:, None] * p * (np.log(p) + want[1][:, None])) / 0.7
-    for x, exact in zip((hidden, head), (d @ wide[1], d.T @ wide[0]), strict=True):
-        assert x.grad.dtype == torch.float16
-        error = np.linalg.norm(np.float64(x.grad) - exact)
-        assert error < 0.001 * np.linalg.norm(exact)  # two roundings to 11 bits
-
-
 def test_blocks_chosen_by_the_module_and_no_gradient_of_the_overlap():
     """More rows in a block than tokens and vocabulary; alpha of equal states is 1."""
     hidden, _, head, token = (torch.from_numpy(x) for x in ladder.head_inputs(num=5))
@@ -124,19 +68,6 @@ def test_blocks_chosen_by_the_module_and_no_gradient_of_the_overlap():
     alpha, logp = module.acceptance_overlap(hidden, hidden, head, token)
     ladder.close(alpha, np.ones(5))
     assert not alpha.requires_grad and not logp.requires_grad
-
-
-def test_inputs_that_do_not_belong_together_are_refused():
-    hidden, _, head, token = (torch.from_numpy(x) for x in ladder.head_inputs())
-    with pytest.raises(ValueError, match="one row"):
-        module.token_logprob(hidden[:-1], head, token)
-    with pytest.raises(ValueError, match="one row"):
-        module.acceptance_overlap(hidden, hidden[:, :-1], head, token)
-    with pytest.raises(ValueError, match="cast one"):
-        module.token_logprob(hidden, head.bfloat16(), token)
-
-
-# Planted faults
 
 
 @triton.jit
@@ -181,30 +112,14 @@ def rows_of_another_block(*args, right=module._gradients):
     return d_hidden, d_head.roll(16, 0)
 
 
-@pytest.mark.parametrize(("name", "fault"), [
-    ("_rescale", no_rescaling), ("_rescale", moment_not_shifted), ("_vocab", whole_block),
-    ("_vocab", one_token_on), ("_parts", last_part_missing), ("_scale", no_temperature),
+@pytest.mark.parametrize(("check", "name", "fault"), [
+    (check_logprob, "_rescale", no_rescaling), (check_logprob, "_rescale", moment_not_shifted),
+    (check_logprob, "_vocab", whole_block), (check_logprob, "_vocab", one_token_on),
+    (check_logprob, "_parts", last_part_missing), (check_logprob, "_scale", no_temperature),
+    (check_gradient, "_d_logits", no_entropy), (check_gradient, "_vocab", one_token_on),
+    (check_gradient, "_gradients", rows_of_another_block),
+    (check_overlap, "_vocab", whole_block), (check_overlap, "_parts", last_part_missing),
+    (check_overlap, "_scale", no_temperature),
 ])  # fmt: skip
-def test_faults_are_rejected(name, fault, monkeypatch):
-    monkeypatch.setattr(module, name, fault)
-    with pytest.raises(AssertionError):
-        ladder.check_logprob(token_logprob, 0.6)
-
-
-@pytest.mark.parametrize(("name", "fault"), [
-    ("_d_logits", no_entropy), ("_vocab", one_token_on),
-    ("_gradients", rows_of_another_block),
-])  # fmt: skip
-def test_faults_of_the_gradient_are_rejected(name, fault, monkeypatch):
-    monkeypatch.setattr(module, name, fault)
-    with pytest.raises(AssertionError):
-        check_gradient()
-
-
-@pytest.mark.parametrize(("name", "fault"), [
-    ("_vocab", whole_block), ("_parts", last_part_missing), ("_scale", no_temperature),
-])  # fmt: skip
-def test_faults_of_the_overlap_are_rejected(name, fault, monkeypatch):
-    monkeypatch.setattr(module, name, fault)
-    with pytest.raises(AssertionError):
-        ladder.check_overlap(acceptance_overlap, 0.6)
+def test_faults_are_rejected(check, name, fault, reject):  # noqa: F811
+    reject(TRITON, name, fault, check)
