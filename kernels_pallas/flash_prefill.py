@@ -61,7 +61,8 @@ def flash_prefill(
     out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
     at each query position) only over the pages that decode would have read there; queries before
     prompt_len_B see all. Differentiable in q, k and v; the choice of pages is constant. `chunk`
-    queries choose their pages at a time. Returns out_BTNH. See reference.flash_prefill.
+    queries choose their pages at a time. Returns out_BTNH. ValueError for shapes or blocks that do
+    not belong together. See reference.flash_prefill.
     """
     B, T, N, H = q_BTNH.shape
     kinds = budget_T, prompt_len_B, page, chunk
@@ -78,6 +79,11 @@ def _prepare(q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interp
     _check(q_BTNH, k_BTKH, v_BTKH, spec)
     words = None
     if budget_T is not None:
+        if prompt_len_B is None or page < 1:
+            raise ValueError(
+                f"{prompt_len_B=} {page=}: expected prompt lengths [B] (0: no prompt) and tokens in"
+                " a page beside budget_T; pass both"
+            )
         q, k = lax.stop_gradient((q_BTNH, k_BTKH))
         words = _page_words(q, k, jnp.asarray(budget_T), jnp.asarray(prompt_len_B), chunk, spec)
     k_GSH, v_GSH = (_pack(x, K, spec.keys)[:, 0] for x in (k_BTKH, v_BTKH))
