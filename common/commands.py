@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import overrides
 from common.config import Config
+from common.cost_flags import COST_FLAGS
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -194,6 +196,18 @@ def _draw_schedule(found: Schedule, plot: Mapping[str, Any] | None, path: Path) 
     return path
 
 
+def _cost(arguments: Arguments) -> None:
+    from common import cost_report, run_dir
+
+    path = arguments.flags["out"]
+    out = _output_file("out", path) if path else None
+    table, record = cost_report.run(arguments.flags)
+    print(table)
+    if out is not None:
+        run_dir.atomic_write_text(out, json.dumps(record, indent=1) + "\n")
+        print(f"wrote {out}")
+
+
 def _threshold(arguments: Arguments) -> tuple[float, float]:
     """(tau, quantile): the flags, else the recipe's, else the defaults of MismatchConfig."""
     given = arguments.config_file or arguments.overrides
@@ -329,6 +343,19 @@ COMMANDS: dict[str, Command] = {
                 Flag(name="quantile", help="tail that must meet it; 0.05 = p5", kind=float),
                 Flag(name="out", help="schedule to write, JSON; a plot .svg goes beside it"),
             ),
+        ),
+        Command(
+            name="cost",
+            summary="tokens/s, speedup and best page size that a schedule allows on a chip",
+            text="Two models: bytes per decode step (weights once, KV by kind of layer, reserved "
+            "pages, landmarks, prefill, the batch that fits) at the chip's peaks, and the paper's "
+            "eFLOPs. Bounds, not measurements; common/cost.py and common/eflops.py have the "
+            "formulas.",
+            example="sparrow cost --model=qwen3-4b --schedule=qwen3-4b-0.86 --lengths=32768 "
+            "--chip=h200",
+            run=_cost,
+            takes_config=False,
+            flags=tuple(Flag(**flag) for flag in COST_FLAGS),
         ),
         Command(
             name="eval",

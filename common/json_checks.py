@@ -52,6 +52,14 @@ def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str]
 
 def read(path: Path, form: str) -> dict[str, Any]:
     """The object in a JSON file whose key "format" says `form`; ValueError names the file."""
+    data = read_object(path)
+    if data.get("format") != form:
+        raise ValueError(f"{path}: format={data.get('format')!r}, expected {form!r}")
+    return data
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError names the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -62,6 +70,4 @@ def read(path: Path, form: str) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    if data.get("format") != form:
-        raise ValueError(f"{path}: format={data.get('format')!r}, expected {form!r}")
     return data

@@ -18,7 +18,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.config import LearnerConfig, ModelConfig
+from common.config import LearnerConfig
+from common.geometry import QWEN3
 from kernels_pallas import aot
 from kernels_pallas.ops import kernels
 from kernels_pallas.reference import landmark_shape, page_shape
@@ -26,16 +27,7 @@ from sparrow_jax import learner, sharding
 from sparrow_jax.model import Decoder
 from sparrow_jax.sharded_ops import LANDMARKS, POOL, ROWS, shard_ops
 
-QWEN3 = {
-    "1.7B": ModelConfig(
-        vocab_size=151_936, num_layers=28, hidden_size=2048, intermediate_size=6144,
-        num_heads=16, num_kv_heads=8, head_dim=128, rope_theta=1e6, tie_embeddings=True,
-    ),
-    "8B": ModelConfig(
-        vocab_size=151_936, num_layers=36, hidden_size=4096, intermediate_size=12288,
-        num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=1e6, tie_embeddings=False,
-    ),
-}  # fmt: skip
+MODELS = {"1.7B": QWEN3["qwen3-1.7b"], "8B": QWEN3["qwen3-8b"]}
 AXES = ("data", "fsdp", "tensor")
 ROLLOUT = {
     ("v5e", "1.7B"): ("v5e:2x2", (1, 1, 4)),
@@ -80,7 +72,7 @@ def _ops(mesh):
 
 def rollout_programs(name: str, mesh) -> Iterator[tuple[str, Any, list[Any], tuple[int, ...]]]:
     """(name, function, abstract arguments, donated) of prefill and decode of one model."""
-    g = QWEN3[name]
+    g = MODELS[name]
     ops = _ops(mesh)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(g, ops=ops)))
     array = lambda s, d, *where: aot.spec(s, d, (mesh, *where))  # noqa: E731
@@ -108,7 +100,7 @@ def rollout_programs(name: str, mesh) -> Iterator[tuple[str, Any, list[Any], tup
 
 def learner_program(name: str, mesh) -> tuple[str, Any, list[Any], tuple[int, ...]]:
     """Gradient of a micro-batch and the optimizer step, float32 master weights."""
-    g = QWEN3[name]
+    g = MODELS[name]
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(g, ops=_ops(mesh))))
     params = _params(state, mesh, jnp.float32)
     optimizer = learner.make_optimizer(LearnerConfig())
@@ -155,7 +147,7 @@ def compile_all(chips: Sequence[str], only: str = "") -> list[aot.Compiled]:
 
 def programs(chip: str):
     """(topology, program) of every model."""
-    for model in QWEN3:
+    for model in MODELS:
         topology, shape = ROLLOUT[chip, model]
         for program in rollout_programs(model, aot.mesh(topology, shape, AXES)):
             yield topology, program

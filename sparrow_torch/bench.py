@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from common import cost
 from common.config import ModelConfig
+from common.geometry import QWEN3
 from common.paged_engine import Decoding, plan_budgets
 from common.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
-from common.schedule import NUM_RESERVED, Schedule
+from common.schedule import Schedule
 from kernels_triton import bench as kernel_bench
 from kernels_triton.cuda_graph import cuda_graph
 from kernels_triton.ops import Ops, kernels
@@ -32,19 +34,7 @@ from sparrow_torch import cache as kv_cache
 from sparrow_torch.decode import Capture, DecodeStep, Programs, Shape
 from sparrow_torch.model import Decoder
 
-_QWEN3 = {"vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6}
-MODELS = {
-    "1.7b": ModelConfig(
-        num_layers=28, hidden_size=2048, intermediate_size=6144, num_heads=16, **_QWEN3
-    ),
-    "4b": ModelConfig(
-        num_layers=36, hidden_size=2560, intermediate_size=9728, num_heads=32, **_QWEN3
-    ),
-    "8b": ModelConfig(
-        num_layers=36, hidden_size=4096, intermediate_size=12_288, num_heads=32,
-        tie_embeddings=False, **_QWEN3,
-    ),
-}  # fmt: skip
+MODELS = {name: QWEN3[f"qwen3-{name}"] for name in ("1.7b", "4b", "8b")}
 GOALS = {"1.7b": 3.0, "4b": 2.65, "8b": 2.35}
 """Speedup of a step over rows of all lengths; arXiv 2606.08446 measured 2.21, 2.41, 2.06."""
 CONTEXT = 32_768
@@ -66,49 +56,20 @@ def schedule_of(model: str) -> Schedule:
     return Schedule(page_size=PAGE_SIZE, bin_tokens=BIN_TOKENS, budgets=PUBLISHED[name], name=name)
 
 
-def token_bytes(g: ModelConfig) -> int:
-    """Of keys and values of one token in all layers, in bfloat16."""
-    return g.num_layers * 2 * g.num_kv_heads * g.head_dim * 2
-
-
-def weight_bytes(g: ModelConfig) -> int:
-    """Of what a step reads, in bfloat16: all weights but the embedding (one row a token)."""
-    D, H = g.hidden_size, g.head_dim
-    layer = D * H * (2 * g.num_heads + 2 * g.num_kv_heads) + 3 * D * g.intermediate_size
-    return 2 * (g.num_layers * layer + g.vocab_size * D)
-
-
 def cache_room(g: ModelConfig, free: int) -> int:
     """Bytes for the cache beside weights and 4 GiB of others; 0 if no row of CONTEXT fits."""
-    room = min(CACHE_BYTES, int(0.95 * free) - weight_bytes(g) - 2**32)
-    return room if room >= CONTEXT * token_bytes(g) else 0
+    room = min(CACHE_BYTES, int(0.95 * free) - 2 * cost.step_weights(g) - 2**32)
+    return room if room >= CONTEXT * cost.token_bytes(g) else 0
 
 
 def batches(g: ModelConfig, cache_bytes: int, context: int = CONTEXT) -> Iterator[Batch]:
     """Lengths spread evenly over (0, context], and all of context; each fills the cache."""
     longest = context - MARGIN
-    tokens = cache_bytes // token_bytes(g)
+    tokens = cache_bytes // cost.token_bytes(g)
     rows = max(1, int(2 * tokens // (context + MARGIN)))
     lengths = ((np.arange(rows) + 0.5) * longest / rows).astype(np.int32)
     yield Batch(f"1 to {context} tokens", np.maximum(lengths, 1))
     yield Batch(f"{context} tokens", np.full(max(1, tokens // context), longest, np.int32))
-
-
-def step_bytes(g: ModelConfig, lengths: np.ndarray, schedule: Schedule | None) -> int:
-    """What one decode step has to read: weights, and of every row pages and landmarks.
-
-    dense    tokens x 2 K H x 2 bytes in each layer
-    sparse   that in the first NUM_DENSE layers; in the others the listed pages and one landmark
-             (K H x 2 bytes) a page
-    """
-    pages = -(-(lengths + 1).astype(np.int64) // PAGE_SIZE)
-    layer_token = token_bytes(g) // g.num_layers
-    whole = int((lengths + 1).sum()) * layer_token
-    if schedule is None:
-        return weight_bytes(g) + g.num_layers * whole
-    listed = np.minimum(schedule.budgets_at(lengths) + NUM_RESERVED, pages)
-    sparse = int(listed.sum()) * PAGE_SIZE * layer_token + int(pages.sum()) * layer_token // 2
-    return weight_bytes(g) + NUM_DENSE * whole + (g.num_layers - NUM_DENSE) * sparse
 
 
 def random_model(g: ModelConfig, ops: Ops, dtype, device) -> Decoder:
@@ -151,9 +112,14 @@ def build_step(
 
 
 def both_bytes(name: str, g: ModelConfig, batch: Batch) -> dict[str, int]:
-    """step_bytes of a dense step and of one by the model's schedule."""
+    """What a dense step has to read, and one by the model's schedule; see common/cost.py."""
     kinds = {"dense": None, "sparse": schedule_of(name)}
-    return {kind: step_bytes(g, batch.lengths, schedule) for kind, schedule in kinds.items()}
+    return {
+        kind: int(
+            sum(cost.step_bytes(g, schedule, batch.lengths, num_dense_layers=NUM_DENSE).values())
+        )
+        for kind, schedule in kinds.items()
+    }
 
 
 def measure(

@@ -1,9 +1,9 @@
 """sparrow_torch/bench.py as far as a machine without a GPU goes; times are not looked at."""
 
-import numpy as np
 import pytest
 import torch
 
+from common import cost
 from common.config import ModelConfig
 from kernels_triton.ops import REFERENCE
 from sparrow_torch import bench
@@ -15,33 +15,16 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-def test_bytes_of_a_step_by_hand():
-    """Layers of 32 x (8 + 4) x 16 + 3 x 32 x 48 = 10,752 numbers, a head of 61 x 32; a token has
-    2 x 2 x 16 numbers a layer, so 128 bytes; 100 and 40 tokens, and the new one, lie in 7 and 3
-    pages; budget 1 reads 4 and 3 of them, 2,048 bytes each, and landmarks of 64 bytes."""
-    lengths = np.array([100, 40])
-    weights = 2 * (3 * 10_752 + 61 * 32)
-    assert bench.weight_bytes(TINY) == weights and bench.token_bytes(TINY) == 3 * 128
-    assert bench.step_bytes(TINY, lengths, None) == weights + 3 * (101 + 41) * 128
-    schedule = bench.Schedule(page_size=16, bin_tokens=2000, budgets=(1,))
-    sparse = (4 + 3) * 2048 + (7 + 3) * 64
-    want = weights + 2 * (101 + 41) * 128 + sparse
-    assert bench.step_bytes(TINY, lengths, schedule) == want
-
-
 @pytest.mark.parametrize(("name", "bound"), [("1.7b", 3.36), ("4b", 2.95), ("8b", 2.57)])
 def test_bounds_are_near_the_published_ones(name, bound):
     """The paper's, of one H200 with a full cache, has other assumptions about what is read."""
     g = bench.MODELS[name]
     mixed, long = bench.batches(g, bench.CACHE_BYTES)
-    schedule = bench.schedule_of(name)
-    got = [
-        bench.step_bytes(g, b.lengths, None) / bench.step_bytes(g, b.lengths, schedule)
-        for b in (mixed, long)
-    ]
+    sizes = [bench.both_bytes(name, g, b) for b in (mixed, long)]
+    got = [size["dense"] / size["sparse"] for size in sizes]
     assert bound * 0.98 < got[0] < bound * 1.08 and got[1] > got[0]
     for b in (mixed, long):
-        cached = int((b.lengths + bench.MARGIN).sum()) * bench.token_bytes(g)
+        cached = int((b.lengths + bench.MARGIN).sum()) * cost.token_bytes(g)
         assert 0.93 * bench.CACHE_BYTES < cached <= bench.CACHE_BYTES
 
 
@@ -60,7 +43,7 @@ def test_the_rows_of_a_model(monkeypatch):
 
     rows = list(bench.run_model(
         "1.7b", TINY, REFERENCE, torch.device("cpu"), clock, 1.0, capture=run_again,
-        cache_bytes=800 * bench.token_bytes(TINY), dtype=torch.float32, context=256,
+        cache_bytes=800 * cost.token_bytes(TINY), dtype=torch.float32, context=256,
     ))  # fmt: skip
     assert [r["rows"] for r in rows] == [5, 3] and all(r["speedup"] == 1.5 for r in rows)
     assert rows[0]["sparse_tokens_per_s"] == 2500
@@ -84,5 +67,5 @@ def test_room_for_the_cache():
     g = bench.MODELS["8b"]
     assert bench.cache_room(g, 149 * 10**9) == bench.CACHE_BYTES
     room = bench.cache_room(g, 40 * 2**30)
-    assert room == int(0.95 * 40 * 2**30) - bench.weight_bytes(g) - 2**32 > 4.5 * 2**30
+    assert room == int(0.95 * 40 * 2**30) - 2 * cost.step_weights(g) - 2**32 > 4.5 * 2**30
     assert bench.cache_room(g, 20 * 2**30) == 0
