@@ -382,6 +382,19 @@ def test_own_model_schedule_file_and_histogram(folder, capsys):
     assert a["page_sizes"][0]["budgets"] == [2]
 
 
+def test_reserved_pages_mean_fewer_rows_and_less_speedup(folder, capsys):
+    """Our engines take a row's pages at once, so about half as many rows share the weights."""
+    line = "--model=qwen3-8b --schedule=qwen3-8b-0.86 --lengths=32768 --out=c.json"
+    records = []
+    for flag, words in [("", "at the mean of rows in flight"), (" --reserve", "the longest")]:
+        status, out, _ = run(capsys, line + flag)
+        assert status == 0 and words in out
+        records.append(json.loads((folder / "c.json").read_text()))
+    growing, reserved = records
+    assert 0.45 < reserved["batch"] / growing["batch"] < 0.55
+    assert reserved["speedup"] < 0.95 * growing["speedup"]
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
