@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from common import policies
 from common.config import ModelConfig
 
 Budgets = Callable[[int], int | None]
@@ -45,7 +46,7 @@ def num_pages(position: int, page_size: int) -> int:
 
 
 def select_pages(
-    q_NH: np.ndarray, k_SKH: np.ndarray, *, k: int | None, page_size: int
+    q_NH: np.ndarray, k_SKH: np.ndarray, *, k: int | None, page_size: int, policy: str = "mean"
 ) -> np.ndarray:
     """Pages read by the newest token: int64 [K, J], sorted; J = min(n, k + 3).
 
@@ -61,11 +62,8 @@ def select_pages(
         raise ValueError(f"{k=}: expected a budget of at least 0, or None for all pages")
     if k is None or k + 3 >= n:
         return np.tile(np.arange(n), (num_kv, 1))
-    q_KH = q_NH.reshape(num_kv, -1, q_NH.shape[-1]).mean(axis=1)
     candidates = np.arange(1, n - 2)
-    keys = k_SKH[page_size : (n - 2) * page_size]
-    landmarks = keys.reshape(len(candidates), page_size, num_kv, -1).mean(axis=1)
-    scores_KM = np.einsum("kh,mkh->km", q_KH, landmarks)
+    scores_KM = policies.page_scores(policy, q_NH, k_SKH, page_size)[:, candidates]
     best = np.argsort(-scores_KM, axis=1, kind="stable")[:, :k]
     chosen = [np.concatenate([[0], candidates[b], [n - 2, n - 1]]) for b in best]
     return np.sort(np.array(chosen), axis=1)
@@ -127,6 +125,7 @@ def replay_mask(
     prompt_len: int,
     budgets: Budgets | None,
     page_size: int,
+    policy: str = "mean",
 ) -> np.ndarray:
     """bool [K, T, T], causal: what each query read when it was decoded (before prompt_len: all).
 
@@ -137,7 +136,9 @@ def replay_mask(
     if budgets is None:
         return visible_KTT
     for t in range(prompt_len, T):
-        pages = select_pages(q_TNH[t], k_TKH[: t + 1], k=budgets(t), page_size=page_size)
+        pages = select_pages(
+            q_TNH[t], k_TKH[: t + 1], k=budgets(t), page_size=page_size, policy=policy
+        )
         visible_KTT[:, t] &= pages_to_tokens(pages, T, page_size)
     return visible_KTT
 

@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import reference
+from kernels_pallas.policies import page_means
 from kernels_pallas.tuning import LANES, tune_prefill
 
 NEG = reference.NEG
@@ -133,7 +134,7 @@ def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, chunk, spec):
     chunk = min(chunk, padded)
     firsts = jnp.arange(0, padded, chunk)
     q = jnp.pad(q_BTNH, ((0, 0), (0, len(firsts) * chunk - T), (0, 0), (0, 0)))
-    landmarks_BKPH = reference.page_means(k_BTKH, page).swapaxes(1, 2)
+    landmarks_BKPH = page_means(k_BTKH, page).swapaxes(1, 2)
     num_words = -(-T // spec.keys) * (spec.keys // _span(spec))
 
     def choose(first):

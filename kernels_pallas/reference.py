@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.policies import POLICIES
+
 NUM_RESERVED = 3
 MIN_STEP, MAX_STEP = 256, 2048
 NEG = -1e30
@@ -211,22 +213,25 @@ def append_kv(
 
 
 def flash_prefill(
-    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK
-):
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
+    policy="mean",
+):  # fmt: skip
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
-    dense. Query t sees exactly the pages that decode would have read at position t. Differentiable
-    in q, k and v (the choice of pages is constant). The sequence is cut into SEGMENTS that read
-    only the keys up to their own end, and these into blocks of at most `chunk` queries, recomputed
-    in the backward pass: memory is B x N x chunk x T. Returns out_BTNH.
+    dense. Query t sees exactly the pages that decode would have read at position t; policy: another
+    rule for the choice, from policies.py. Differentiable in q, k and v (the choice is fixed). The
+    sequence is cut into SEGMENTS that read only the keys up to their own end, and these into blocks
+    of at most `chunk` queries, recomputed in the backward pass: memory is B x N x chunk x T.
+    Returns out_BTNH.
     """
     T = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     replay = None
     if budget_T is not None:
         budget_T, prompt_len_B = jnp.asarray(budget_T), jnp.asarray(prompt_len_B)
-        replay = (page_means(k_BTKH, page).swapaxes(1, 2), budget_T, prompt_len_B, page)
+        rule = POLICIES[policy]
+        replay = (rule, rule.summary(k_BTKH, page), budget_T, prompt_len_B, page)
     length = -(-T // (SEGMENTS * page)) * page
     out = []
     for start in range(0, T, length):
@@ -261,7 +266,7 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
     pos_t = first + jnp.arange(t)
     mask = (jnp.arange(S) <= pos_t[:, None])[None, None]
     if replay is not None:
-        mask = mask & _replay_mask(q_BKRtH, pos_t, S, *replay)
+        mask = mask & _replay_mask(q_BKRtH, k_BKSH, pos_t, *replay)
     q_BKnH = q_BKRtH.reshape(B, K, -1, H)
     s = jnp.einsum("bknh,bksh->bkns", q_BKnH, k_BKSH, preferred_element_type=jnp.float32)
     s = jnp.where(mask[:, :, None], s.reshape(B, K, -1, t, S) * H**-0.5, NEG)
@@ -270,22 +275,16 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
     return out.reshape(B, K, -1, t, H).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
 
-def _replay_mask(q_BKRtH, pos_t, num_keys, landmarks_BKPH, budget_T, prompt_len_B, page):
+def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page):
     """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
+    num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
-    q_mean = q_BKRtH.astype(jnp.float32).mean(2)
-    scores = jnp.einsum("bkth,bkph->bktp", q_mean, landmarks_BKPH[:, :, :num_pages])
+    summary = jax.tree.map(lambda x_BKP: x_BKP[:, :, :num_pages], summary)
+    scores = rule.scores(q_BKRtH.astype(jnp.float32), summary, k_BKSH, pos_t, page)
     budget_t = budget_T[jnp.minimum(pos_t, budget_T.shape[0] - 1)]
     pages = page_mask(lax.stop_gradient(scores), pos_t // page + 1, budget_t)
     pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
     return jnp.repeat(pages, page, -1)[..., :num_keys]
-
-
-def page_means(k_BTKH, page):
-    """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
-    B, T, K, H = k_BTKH.shape
-    keys = jnp.pad(k_BTKH, ((0, 0), (0, -T % page), (0, 0), (0, 0))).reshape(B, -1, page, K, H)
-    return keys.astype(jnp.float32).mean(2).astype(k_BTKH.dtype).astype(jnp.float32)
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t):

@@ -35,6 +35,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels_triton import reference
+from kernels_triton.policies import page_means
 from kernels_triton.tuning import tune_prefill
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, page, chunk):
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
-    landmarks_BKPH = reference.page_means(k_BTKH, page).transpose(1, 2).double()
+    landmarks_BKPH = page_means(k_BTKH, page).transpose(1, 2).double()
     words = q_BTNH.new_zeros((B, K, -(-T // (page * BITS)), T), dtype=torch.int32)
     for first in range(0, T, chunk):
         last = min(first + chunk, T)

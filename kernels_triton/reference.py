@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kernels_triton.policies import POLICIES
+
 NUM_RESERVED = 3
 NEG = -1e30
 STEP_TOKENS = 2048
@@ -169,21 +171,24 @@ def append_kv(
 
 
 def flash_prefill(
-    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK
-):
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
+    policy="mean",
+):  # fmt: skip
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
-    dense. Query t sees exactly the pages that decode would have read at position t. Differentiable
-    in q, k and v (the choice of pages is constant). Blocks of at most `chunk` queries read only
-    the keys up to their own end, and are recomputed in the backward pass. Returns out_BTNH.
+    dense. Query t sees exactly the pages that decode would have read at position t; policy: another
+    rule for the choice, from policies.py. Differentiable in q, k and v (the choice is constant).
+    Blocks of at most `chunk` queries read only the keys up to their own end, and are recomputed in
+    the backward pass. Returns out_BTNH.
     """
     T = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
     replay = None
     if budget_T is not None:
-        landmarks_BKPH = page_means(k_BTKH, page).transpose(1, 2)
-        replay = landmarks_BKPH, budget_T.long(), prompt_len_B.long(), page
+        rule = POLICIES[policy]
+        summary = rule.summary(k_BTKH, page)
+        replay = rule, summary, budget_T.long(), prompt_len_B.long(), page
     out = []
     for first in range(0, T, chunk):
         last = min(first + chunk, T)
@@ -200,30 +205,24 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
     pos_t = first + torch.arange(t, device=q_BtNH.device)
     mask = (torch.arange(S, device=q_BtNH.device) <= pos_t[:, None])[None, None]
     if replay is not None:
-        mask = mask & _replay_mask(q_BKRtH, pos_t, S, *replay)
+        mask = mask & _replay_mask(q_BKRtH, k_BKSH, pos_t, *replay)
     s = torch.einsum("bkrth,bksh->bkrts", q_BKRtH.float(), k_BKSH.float()) * H**-0.5
     p = torch.where(mask[:, :, None], s, NEG).softmax(-1).to(v_BKSH.dtype)
     out = torch.einsum("bkrts,bksh->bkrth", p, v_BKSH)
     return out.permute(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
 
-def _replay_mask(q_BKRtH, pos_t, num_keys, landmarks_BKPH, budget_T, prompt_len_B, page):
+def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page):
     """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
+    num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
     with torch.no_grad():
-        q_mean = q_BKRtH.float().mean(2)
-        scores = torch.einsum("bkth,bkph->bktp", q_mean, landmarks_BKPH[:, :, :num_pages])
+        summary = [x_BKP[:, :, :num_pages] for x_BKP in summary]
+        scores = rule.scores(q_BKRtH.float(), summary, k_BKSH, pos_t, page)
         budget_t = budget_T[pos_t.clamp(max=len(budget_T) - 1)]
         pages = page_mask(scores, pos_t // page + 1, budget_t)
         pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
     return pages.repeat_interleave(page, -1)[..., :num_keys]
-
-
-def page_means(k_BTKH, page):
-    """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
-    B, T, K, H = k_BTKH.shape
-    keys = torch.nn.functional.pad(k_BTKH, (0, 0, 0, 0, 0, -T % page)).reshape(B, -1, page, K, H)
-    return keys.float().mean(2).to(k_BTKH.dtype).float()
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t):

@@ -258,7 +258,7 @@ def prefill_inputs(ratio=2, *, kv_heads=2, head_dim=8, num_tokens=45, rows=2, se
     return [rng.normal(size=(rows, num_tokens, n, head_dim)).astype(np.float32) for n in heads]
 
 
-def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4):
+def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4, policy="mean"):
     """(output [B, T, N, H], visibility per row [K, T, T])."""
     budgets = None if budget_T is None else lambda t: int(budget_T[t])
     masks = [
@@ -268,7 +268,8 @@ def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4):
             prompt_len=0 if budgets is None else int(prompt_len_B[b]),
             budgets=budgets,
             page_size=page,
-        )  # fmt: skip
+            policy=policy,
+        )
         for b in range(len(q))
     ]
     out = [oracles.attention(q[b], k[b], v[b], masks[b])[0] for b in range(len(q))]
