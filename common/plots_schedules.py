@@ -10,6 +10,9 @@ from common import plots
 from common.plots import COLORS, MUTED, color_of, short
 from common.schedule import DENSE, NUM_RESERVED, Schedule
 
+_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)))
+"""One style for every round of the colours."""
+
 
 def reach(schedules: Sequence[Schedule]) -> int:
     """Tokens up to the end of the last bin of the schedule that goes furthest."""
@@ -25,7 +28,7 @@ def comparison(schedules: Mapping[str, Schedule], title: str = "Schedules compar
     """
     longest = reach(list(schedules.values()))
     names = {name: short(name, 22) for name in schedules}
-    height = 90 + 2 * max(185.0, 14.0 * (len(schedules) + 1))
+    height = 90 + 2 * max(185.0, 18.0 * (len(schedules) + 1))
     labels = [*names.values(), "every token"]
     with plots.Canvas(title, labels=labels, size=(640, height), rows=(1, 1)) as figure:
         above, below = figure.all_axes
@@ -33,7 +36,7 @@ def comparison(schedules: Mapping[str, Schedule], title: str = "Schedules compar
         k_ends = []
         for i, (name, schedule) in enumerate(schedules.items()):
             length, tokens, k = curves(schedule, longest)
-            look = {"color": color_of(i), "linestyle": "-" if i < len(COLORS) else (0, (5, 1.5))}
+            look = {"color": color_of(i), "linestyle": _STYLES[i // len(COLORS) % len(_STYLES)]}
             above.plot(length, tokens, **look)
             below.plot(length, k, **look)
             tokens_ends.append((float(tokens[-1]), names[name], color_of(i)))
