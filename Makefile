@@ -53,7 +53,7 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 demo: $(VENV)/.base ## the whole method on this machine, about 11 minutes on 2 cores
 	$(SPARROW) warmup --config=$(CONFIG) $(FLAGS) --run=$(DEMO)/warmup
 	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
-	$(SPARROW) schedule --config=$(CONFIG) $(FLAGS) --profile=$(DEMO)/profile.json --out=$(DEMO)/schedule.json
+	$(SPARROW) schedule --config=$(CONFIG) $(FLAGS) --profile=$(DEMO)/profile.json --extrapolate --out=$(DEMO)/schedule.json
 	@touch $(DEMO)/dense.log $(DEMO)/scheduled.log; \
 	tail -n 0 -f $(DEMO)/dense.log $(DEMO)/scheduled.log & shown=$$!; \
 	trap 'kill -TERM $$dense $$sparse 2>/dev/null; wait $$dense $$sparse; kill $$shown; exit 130' INT TERM; \

@@ -33,7 +33,8 @@ first steps:
   sparrow doctor                                              what can this machine run?
   sparrow warmup --config=configs/demo.py --run=runs/a        a small policy from scratch
   sparrow profile --config=configs/demo.py --model=runs/a/model --out=runs/profile.json
-  sparrow schedule --config=configs/demo.py --profile=runs/profile.json --out=runs/schedule.json
+  sparrow schedule --config=configs/demo.py --profile=runs/profile.json --extrapolate \\
+      --out=runs/schedule.json
   sparrow train --config=configs/demo.py --model=runs/a/model --run=runs/b \\
       --config.rollout.schedule=runs/schedule.json
   sparrow report runs/b                                       writes runs/b/report.html

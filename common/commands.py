@@ -11,15 +11,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import overrides
 from common.config import Config
 from common.cost_flags import COST_FLAGS
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    from common.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,53 +144,30 @@ def _profile(arguments: Arguments) -> None:
 
 
 def _schedule(arguments: Arguments) -> None:
-    from common import schedule
+    from common import schedule_command
 
     flags = arguments.flags
-    if bool(flags["profile"]) == bool(flags["preset"]):
-        raise UserError("sparrow schedule: give either --profile=FILE or --preset=NAME")
-    if flags["preset"] and (flags["tau"] is not None or flags["quantile"] is not None):
-        raise UserError("--tau and --quantile have no effect with --preset; leave them out")
+    kind = schedule_command.check_flags(flags)
+    if arguments.names and kind != "compare":
+        raise UserError(f"{arguments.names[0]}: not a flag; only --compare takes further names")
+    names = [*flags[kind].split(","), *arguments.names]
+    paths = [_input_file(kind, name) for name in names if kind == "profile"]
     out = _output_file("out", flags["out"]) if flags["out"] else None
-    if flags["preset"]:
-        found, plot = _preset(flags["preset"]), None
+    if kind == "preset":
+        schedule_command.export(flags["preset"], out)
+    elif kind == "compare":
+        schedule_command.compare(names, out)
     else:
-        profile = schedule.load_profile(_input_file("profile", flags["profile"]))
         tau, quantile = _threshold(arguments)
-        found = schedule.search(profile, tau=tau, quantile=quantile)
-        plot = {"profile": profile, "tau": tau, "statistic": schedule.quantile_name(quantile)}
-    print(found.describe())
-    if out is not None:
-        found.save(out)
-        print(f"wrote {out} and {_draw_schedule(found, plot, out.with_suffix('.svg'))}")
-
-
-def _preset(name: str) -> Schedule:
-    from common import presets, schedule
-
-    if name not in presets.PUBLISHED:
-        guess = overrides.nearest(name, list(presets.PUBLISHED))
-        did = (
-            f"did you mean {guess}?" if guess else f"expected one of {', '.join(presets.PUBLISHED)}"
+        schedule_command.find(
+            paths,
+            out,
+            tau=tau,
+            quantile=quantile,
+            rule=flags["rule"] or "point",
+            monotone=flags["monotone"] is not False,
+            extrapolate=bool(flags["extrapolate"]),
         )
-        raise UserError(f"--preset={name}: no published schedule of that name; {did}")
-    found = schedule.resolve(name, page_size=presets.PAGE_SIZE, bin_tokens=presets.BIN_TOKENS)
-    assert found is not None
-    return found
-
-
-def _draw_schedule(found: Schedule, plot: Mapping[str, Any] | None, path: Path) -> Path:
-    """The profile that the schedule was found in, with tau; the pages alone for a preset."""
-    from common import plots, plots_overview
-
-    if plot:
-        svg = plots_overview.profile_plot(schedule=found.to_json(), **plot)
-    else:
-        run = plots.Run(name=found.name, records=[], schedule=found.to_json())
-        svg = plots.schedule_steps([run])
-    assert svg is not None
-    plots.save(svg, path)
-    return path
 
 
 def _cost(arguments: Arguments) -> None:
@@ -286,6 +260,10 @@ _RUN = Flag(
     name="run", help="directory of the run; an interrupted run goes on there", required=True
 )
 _MODEL = Flag(name="model", help="model directory to start from; default: the recipe's model")
+_PROFILES = "what `sparrow profile` wrote; a.json,b.json: one for each page size, cheapest wins"
+_RULE = "what must meet tau: point = the estimate (default), lower = its 95 % lower bound, safer"
+_MONOTONE = "budgets never fall with length (default); --nomonotone: each bin by itself"
+_EXTRAPOLATE = "bins with too few tokens take the larger budget of their neighbours, no error"
 
 COMMANDS: dict[str, Command] = {
     command.name: command
@@ -331,17 +309,26 @@ COMMANDS: dict[str, Command] = {
         ),
         Command(
             name="schedule",
-            summary="find the smallest budgets that meet tau, or show a published schedule",
-            text="Per length bin the smallest profiled budget whose quantile of alpha is at least "
-            "tau. tau and quantile come from the flags, else from the recipe given by --config.",
+            summary="find the smallest budgets that meet tau; show or compare schedules",
+            text="Per length bin the smallest profiled budget from which on the quantile of alpha "
+            "is at least tau. tau and quantile come from the flags, else from the recipe given by "
+            "--config. Profiles of several page sizes: the schedule that reads least wins. A "
+            "profile with halves is validated: found on half of the prompts, judged on the other.",
             example="sparrow schedule --profile=runs/profile.json --out=runs/schedule.json",
             run=_schedule,
+            names="[NAME...]",
             flags=(
-                Flag(name="profile", help="what `sparrow profile` wrote"),
+                Flag(name="profile", help=_PROFILES),
                 Flag(name="preset", help="a published schedule instead, e.g. qwen3-1.7b-0.86"),
+                Flag(name="compare", help="or presets and files, A,B: print and draw side by side"),
                 Flag(name="tau", help="threshold, 0 to 1", kind=float),
                 Flag(name="quantile", help="tail that must meet it; 0.05 = p5", kind=float),
-                Flag(name="out", help="schedule to write, JSON; a plot .svg goes beside it"),
+                Flag(name="rule", help=_RULE),
+                Flag(name="monotone", help=_MONOTONE, kind=bool),
+                Flag(name="extrapolate", help=_EXTRAPOLATE, kind=bool),
+                Flag(
+                    name="out", help="JSON to write, a plot .svg beside it; of --compare: an .svg"
+                ),
             ),
         ),
         Command(

@@ -134,7 +134,7 @@ def profile_plot(
     """Tail of alpha against length, one line per budget with its 95 % band, tau, and below it the
     schedule that was chosen.
 
-    profile: content of a profile file (common.schedule.load_profile); schedule: content of a
+    profile: content of a profile file (common.profile_file); schedule: content of a
     schedule file. statistic: 'p5' or 'p1'. Bins with too few tokens are drawn hollow.
     """
     from matplotlib.colors import LinearSegmentedColormap

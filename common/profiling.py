@@ -12,9 +12,10 @@ import numpy as np
 from common import corrections, mismatch, tasks
 from common.config import Config
 from common.errors import UserError
+from common.profile_file import PROFILE_FORMAT
 from common.progress import Progress
 from common.run_dir import atomic_write_text
-from common.schedule import PROFILE_FORMAT, Schedule
+from common.schedule import Schedule
 from common.setup import Parts, open_parts
 from common.types import Rollout
 

@@ -1,4 +1,4 @@
-"""Schedules: how many pages a query may read at which position; file format, presets, search.
+"""Schedules: how many pages a query may read at which position; file format and presets.
 
 A schedule is data with a history. It is written as JSON:
 
@@ -7,7 +7,7 @@ A schedule is data with a history. It is written as JSON:
      "provenance": {"model": "...", "tau": 0.86, ...}}
 
 k counts top-scoring pages beyond the three reserved ones; the last bin holds beyond its end.
-A profile, from which `search` finds a schedule, is JSON as well (see `load_profile`).
+common/schedule_search.py finds a schedule in a profile (common/profile_file.py).
 Source: arXiv 2606.08446, section 4.
 """
 
@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 
 from common import presets
-from common.json_checks import integer, keys, number, read
+from common.json_checks import integer, keys, read
 
 FORMAT = "sparrow-schedule-1"
-PROFILE_FORMAT = "sparrow-profile-1"
 DENSE = 2**20
 """Budget that stands for 'every page'; written as "dense" in files."""
 NUM_RESERVED = 3
@@ -99,7 +98,7 @@ class Schedule:
         steps, last = [], None
         for i, k in enumerate(self.budgets):
             if k != last:
-                steps.append(f"{_written(k)} from {i * self.bin_tokens}")
+                steps.append(f"{written(k)} from {i * self.bin_tokens}")
             last = k
         return f"{self.name or 'schedule'} (pages of {self.page_size}): k = " + ", ".join(steps)
 
@@ -107,7 +106,7 @@ class Schedule:
         """The content of a schedule file, as plain JSON types."""
         width = self.bin_tokens
         bins = [
-            {"start": i * width, "end": (i + 1) * width, "k": _written(k)}
+            {"start": i * width, "end": (i + 1) * width, "k": written(k)}
             for i, k in enumerate(self.budgets)
         ]
         return {
@@ -135,7 +134,8 @@ class Schedule:
                 raise
 
 
-def _written(k: int) -> int | str:
+def written(k: int) -> int | str:
+    """A budget as files and people have it: "dense" for every page."""
     return "dense" if k == DENSE else k
 
 
@@ -232,135 +232,3 @@ def resolve(text: str, *, page_size: int, bin_tokens: int) -> Schedule | None:
             f"schedule={text!r}: no such file and no published name; nearest name: {near[0]!r}"
         )
     return load(text, page_size=page_size)
-
-
-def load_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check a profile: statistics of the acceptance rate by budget and length bin.
-
-        {"format": "sparrow-profile-1", "model": "...", "page_size": 16, "bin_tokens": 64,
-         "quantiles": [0.01, 0.05], "versions": {...}, "rows": [
-          {"k": 4, "bin": 0, "start": 0, "end": 64, "count": 900, "num_sequences": 64,
-           "mean": 0.99, "p1": 0.4, "p5": 0.9, "p50": 1.0, "share_above_0_999": 0.8, "p1_low": 0.3,
-           "p1_high": 0.5, "p5_low": 0.88, "p5_high": 0.93, "enough": true}, ...]}
-
-    k is "dense" in rows that compare dense with dense. Statistics may be null where enough is
-    false. One row per (k, bin). Returns the object as it is; raises ValueError, one line.
-    """
-    data = read(Path(path), PROFILE_FORMAT)
-    check_profile(data, str(path))
-    return data
-
-
-def check_profile(data: Mapping[str, Any], where: str = "profile") -> None:
-    """ValueError unless `data` is a profile as `load_profile` describes it."""
-    top = ("format", "model", "page_size", "bin_tokens", "quantiles", "rows")
-    keys(data, top, where, ("versions", "summary"))
-    integer(data["page_size"], f"{where}: page_size", 1)
-    width = integer(data["bin_tokens"], f"{where}: bin_tokens", 1)
-    if not isinstance(data["quantiles"], list) or not isinstance(data["rows"], list):
-        raise ValueError(f"{where}: quantiles and rows must be lists")
-    names = [quantile_name(number(q, f"{where}: quantiles", 0, 1)) for q in data["quantiles"]]
-    tails = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
-    values = ["mean", "p50", "share_above_0_999", *tails]
-    seen = set()
-    for i, row in enumerate(data["rows"]):
-        at = f"{where}: rows[{i}]"
-        fixed_keys = ("k", "bin", "start", "end", "count", "num_sequences", "enough")
-        keys(row, list(dict.fromkeys([*fixed_keys, *values])), at)
-        k = row["k"] if row["k"] == "dense" else integer(row["k"], f"{at}.k", 0, DENSE)
-        b = integer(row["bin"], f"{at}.bin", 0)
-        if (row["start"], row["end"]) != (b * width, (b + 1) * width) or (k, b) in seen:
-            raise ValueError(f"{at}: bin {b} of k={k} is stated twice or not {width} tokens wide")
-        seen.add((k, b))
-        integer(row["count"], f"{at}.count", 0)
-        integer(row["num_sequences"], f"{at}.num_sequences", 0)
-        if not isinstance(row["enough"], bool):
-            raise ValueError(f"{at}.enough={row['enough']!r}: expected true or false")
-        for value in values:
-            if row["enough"] or row[value] is not None:
-                number(row[value], f"{at}.{value}", 0, 1 + 1e-6)
-
-
-def quantile_name(quantile: float) -> str:
-    """0.05 -> "p5", 0.01 -> "p1", 0.005 -> "p0.5"."""
-    return f"p{100 * quantile:g}"
-
-
-def search(
-    profile: Mapping[str, Any], *, tau: float, quantile: float, monotone: bool = True
-) -> Schedule:
-    """Per length bin the smallest measured budget from which on the quantile of alpha meets tau.
-
-        k(bin) = min {k measured : p_q(alpha | k', bin) >= tau for every measured k' >= k}
-
-    and dense if the largest one fails: a small budget that passes by luck, while a larger one does
-    not, is no evidence.
-
-    profile: see `load_profile`. quantile: one of the profile's, 0.05 = p5 (the paper's), 0.01 = p1
-    (sees rare but decisive tokens). monotone: budgets never fall with length (running maximum).
-    A bin without enough tokens at any budget inherits the bin before it, bins before the first
-    judged one inherit that; provenance["inherited_bins"] lists them. Raises ValueError if no bin
-    can be judged. Source: arXiv 2606.08446, section 4.
-    """
-    check_profile(profile)
-    number(tau, "tau", 0, 1)
-    if quantile not in profile["quantiles"]:
-        raise ValueError(
-            f"{quantile=}: the profile has {profile['quantiles']}; choose one or profile"
-        )
-    name = quantile_name(quantile)
-    judged = _judge(profile["rows"], name, tau)
-    if not judged:
-        raise ValueError(
-            "profile: no bin has enough tokens at any budget; profile more prompts, or longer ones"
-        )
-    chosen = []
-    for b in range(1 + max(row["bin"] for row in profile["rows"])):
-        before = chosen[-1] if chosen else judged[min(judged)]
-        k, row = judged.get(b, before)
-        chosen.append((max(k, before[0]) if monotone and chosen else k, row))
-    width = profile["bin_tokens"]
-    bins = []
-    for b, (k, row) in enumerate(chosen):
-        entry = {"start": b * width, "end": (b + 1) * width, "k": _written(k)}
-        if b in judged:
-            entry |= {"measured_k": row["k"], "count": row["count"], name: row[name]}
-            entry |= {"low": row[f"{name}_low"], "high": row[f"{name}_high"]}
-        bins.append(entry)
-    return Schedule(
-        page_size=profile["page_size"],
-        bin_tokens=width,
-        budgets=tuple(k for k, _ in chosen),
-        name=f"{Path(profile['model']).name or 'model'}-{tau:g}",
-        provenance={
-            "model": profile["model"],
-            "tau": tau,
-            "quantile": quantile,
-            "statistic": f"{name} of the exact acceptance rate",
-            "method": "smallest measured budget from which on all meet tau"
-            + (", never falling with length" if monotone else ""),
-            "measured_budgets": sorted({r["k"] for r in profile["rows"] if r["k"] != "dense"}),
-            "inherited_bins": [b for b in range(len(chosen)) if b not in judged],
-            "bins": bins,
-            "versions": dict(profile.get("versions", {})),
-        },
-    )
-
-
-def _judge(
-    rows: Sequence[Mapping[str, Any]], name: str, tau: float
-) -> dict[int, tuple[int, Mapping[str, Any]]]:
-    """bin -> (budget, row it rests on); (DENSE, row of the largest budget) where that fails tau."""
-    judged: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    settled: set[int] = set()
-    sparse = [row for row in rows if row["k"] != "dense" and row["enough"]]
-    for row in sorted(sparse, key=lambda row: -row["k"]):
-        b = row["bin"]
-        if b in settled:
-            continue
-        if row[name] >= tau:
-            judged[b] = (row["k"], row)
-        else:
-            settled.add(b)
-            judged.setdefault(b, (DENSE, row))
-    return judged

@@ -85,7 +85,9 @@ class _Lanes:
         if not (seed_dir / "profile.json").is_file():
             self._run(seed_dir, seed, "profile", model, f"--out={seed_dir}/profile.json")
         profile = f"--profile={seed_dir}/profile.json"
-        self._run(seed_dir, seed, "schedule", profile, f"--out={seed_dir}/schedule.json")
+        # A prompt of hundreds of tokens leaves the first bins without any response token.
+        out = f"--out={seed_dir}/schedule.json"
+        self._run(seed_dir, seed, "schedule", profile, out, "--extrapolate")
 
     def train(self, seed_dir: Path, arm: str, schedule: str, seed: int) -> None:
         """One arm of a seed, on a core of its own."""

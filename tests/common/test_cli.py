@@ -66,8 +66,6 @@ def fails(capsys, line, status=2):
         ("schedule", "either --profile=FILE or --preset=NAME"),
         ("schedule --profile=p.json", "--profile=p.json: no such file"),
         ("schedule --profile=bad.json", "bad.json"),
-        ("schedule --preset=qwen-14b-0.86", "did you mean qwen3-14b-0.86?"),
-        ("schedule --preset=qwen3-1.7b-0.86 --tau=0.9", "have no effect with --preset"),
         ("eval --config=r.py", "either --run=RUN or"),
         ("eval --run=x", "x: no run of sparrow"),
         ("report", "expected RUN..."),
@@ -121,49 +119,6 @@ def test_help_of_a_command_shows_flags_and_an_example_that_parses(command):
     arguments = cli.parse_arguments(command, words[2:])
     assert arguments.config_file in (None, "configs/demo.py")
     assert max(map(len, text.splitlines())) <= 110
-
-
-def test_preset_writes_a_schedule_that_loads_and_its_plot(folder, capsys):
-    assert cli.main(["schedule", "--preset=qwen3-1.7b-0.86", "--out=s/x.json"]) == 0
-    assert "qwen3-1.7b-0.86" in capsys.readouterr().out
-    found = schedule.load("s/x.json", page_size=16)
-    assert found.budgets[:3] == (29, 61, 93)  # paper, section 4
-    assert (folder / "s" / "x.svg").read_text().count("<svg") == 1
-
-
-def profile_file(path):
-    """k = 4 holds p5 >= 0.86 in bin 0 only, k = 8 in both; p1 of bin 1 needs more than k = 8."""
-    rows = []
-    for k, number, p5, p1 in [(4, 0, 0.95, 0.9), (4, 1, 0.5, 0.1), (8, 0, 1, 1), (8, 1, 0.9, 0.6)]:
-        row = {"k": k, "bin": number, "start": 64 * number, "end": 64 * (number + 1)}
-        row |= {"count": 900, "num_sequences": 64, "mean": 0.99, "p50": 1.0, "enough": True}
-        row |= {"p5": p5, "p1": p1, "share_above_0_999": 0.8}
-        row |= {name: value for name, value in [("p5_low", p5), ("p5_high", p5)]}
-        row |= {name: value for name, value in [("p1_low", p1), ("p1_high", p1)]}
-        rows.append(row)
-    data = {"format": "sparrow-profile-1", "model": "m", "page_size": 16, "bin_tokens": 64}
-    path.write_text(json.dumps({**data, "quantiles": [0.01, 0.05], "rows": rows}))
-
-
-def test_schedule_takes_tau_and_quantile_from_flags_recipe_or_defaults(folder, capsys):
-    profile_file(folder / "p.json")
-    (folder / "strict.py").write_text(
-        "from common.config import Config, MismatchConfig\n"
-        "def get_config():\n    return Config(mismatch=MismatchConfig(tau=0.92))\n"
-    )
-    for flags, budgets in [
-        ([], (4, 8)),
-        (["--tau=0.96"], (8, schedule.DENSE)),
-        (["--quantile=0.01"], (4, schedule.DENSE)),
-        (["--config=strict.py"], (4, schedule.DENSE)),
-        (["--config=strict.py", "--tau=0.4"], (4, 4)),
-        (["--config=strict.py", "--config.mismatch.tau=0.4"], (4, 4)),
-    ]:
-        assert cli.main(["schedule", "--profile=p.json", "--out=s.json", *flags]) == 0
-        assert schedule.load("s.json", page_size=16).budgets == budgets, flags
-        assert (folder / "s.svg").stat().st_size > 1000
-        (folder / "s.svg").unlink()
-    assert "(4, 8)" not in capsys.readouterr().err
 
 
 STAND_IN = """

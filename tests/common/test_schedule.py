@@ -1,4 +1,4 @@
-"""Schedules: hand-worked budgets, files that are refused, published presets, search."""
+"""Schedules: hand-worked budgets, files that are refused, published presets."""
 
 import json
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import presets, schedule
-from common.schedule import DENSE, Schedule, load, load_profile, resolve, search
+from common.schedule import DENSE, Schedule, load, resolve
 
 
 def make(budgets=(4, 8, DENSE), page_size=16, bin_tokens=64, **kw):
@@ -215,110 +215,3 @@ def test_published_table():
     }
     # one row by hand: 29 + 45 + 77 + 125 + 253 + 10 * 381 + 509 + 2 * 637 + 2 * 893 = 7908
     assert sum(presets.PUBLISHED["qwen3-14b-0.86"]) == 7908
-
-
-def profile(table, tau_key="p5", enough=None):
-    """table: {k: [p5 per bin]}; p1 is p5 - 0.1; None = too few tokens."""
-    rows = []
-    for k, values in table.items():
-        for b, p5 in enumerate(values):
-            row = {"k": k, "bin": b, "start": 64 * b, "end": 64 * b + 64, "enough": p5 is not None}
-            row |= {"count": 500 if p5 is not None else 3, "num_sequences": 9}
-            row |= dict.fromkeys(("mean", "p50", "share_above_0_999"), p5)
-            for name, value in (("p5", p5), ("p1", None if p5 is None else p5 - 0.1)):
-                row |= {name: value, f"{name}_low": value, f"{name}_high": value}
-            rows.append(row)
-    return {
-        "format": "sparrow-profile-1",
-        "model": "models/tiny",
-        "page_size": 16,
-        "bin_tokens": 64,
-        "quantiles": [0.01, 0.05],
-        "rows": rows,
-        "versions": {"numpy": "2"},
-    }
-
-
-TABLE = {
-    4: [None, 0.95, 0.80, 0.92, None, 0.10],
-    8: [None, 0.99, 0.91, 0.95, None, 0.20],
-    16: [None, 0.99, 0.97, 0.99, None, 0.30],
-    "dense": [None, 0.99, 0.99, 0.99, None, 0.99],
-}
-
-
-def test_search_by_hand():
-    """tau = 0.9 on p5. Bin 0: too few tokens, inherits bin 1. Bin 1: 4 (0.95). Bin 2: 4 has 0.80,
-    8 has 0.91: 8. Bin 3: 4 has 0.92: 4, raised to 8 when monotone. Bin 4: too few, inherits.
-    Bin 5: 0.30 at best: dense."""
-    s = search(profile(TABLE), tau=0.9, quantile=0.05)
-    assert s.budgets == (4, 4, 8, 8, 8, DENSE)
-    assert s.provenance["inherited_bins"] == [0, 4]
-    assert s.provenance["measured_budgets"] == [4, 8, 16]
-    assert s.provenance["bins"][2] == {
-        **{"start": 128, "end": 192, "k": 8, "measured_k": 8, "count": 500},
-        **{"p5": 0.91, "low": 0.91, "high": 0.91},
-    }
-    assert s.provenance["bins"][5]["p5"] == 0.30  # what the largest budget reached
-    assert "p5" not in s.provenance["bins"][4]
-    assert s.name == "tiny-0.9"
-    free = search(profile(TABLE), tau=0.9, quantile=0.05, monotone=False)
-    assert free.budgets == (4, 4, 8, 4, 4, DENSE)
-    # p1 = p5 - 0.1: bin 1 needs 0.99 - 0.1 = 0.89, below 0.9 at every budget: dense from there on
-    assert search(profile(TABLE), tau=0.9, quantile=0.01).budgets == (DENSE,) * 6
-    # exactly tau is enough: 0.91 in bin 2
-    assert search(profile(TABLE), tau=0.91, quantile=0.05).budgets[2] == 8
-
-
-def test_search_result_survives_its_file(tmp_path):
-    s = search(profile(TABLE), tau=0.9, quantile=0.05)
-    s.save(tmp_path / "s.json")
-    assert load(tmp_path / "s.json", page_size=16) == s
-
-
-def test_search_refuses():
-    with pytest.raises(ValueError, match="no bin has enough tokens"):
-        search(profile({4: [None, None]}), tau=0.9, quantile=0.05)
-    with pytest.raises(ValueError, match="no bin has enough tokens"):
-        search(profile({"dense": [0.99]}), tau=0.9, quantile=0.05)
-    with pytest.raises(ValueError, match=r"quantile=0.1: the profile has \[0.01, 0.05\]"):
-        search(profile(TABLE), tau=0.9, quantile=0.1)
-    with pytest.raises(ValueError, match="tau=1.5"):
-        search(profile(TABLE), tau=1.5, quantile=0.05)
-
-
-@given(
-    st.lists(st.lists(st.floats(0.1, 1), min_size=3, max_size=3), min_size=1, max_size=6),
-    st.floats(0.2, 0.95),
-    st.floats(0, 0.05),
-)
-def test_search_meets_tau_and_rises_with_it(rows, tau, more):
-    """Every bin's own choice meets tau, or is dense; budgets rise with length and with tau."""
-    bins = [sorted(values) for values in rows]  # alpha rises with the budget, as it should
-    table = {k: [values[i] for values in bins] for i, k in enumerate((4, 8, 16))}
-    low, high = (search(profile(table), tau=t, quantile=0.05).budgets for t in (tau, tau + more))
-    assert list(low) == sorted(low) and all(a <= b for a, b in zip(low, high, strict=True))
-    for b, k in enumerate(low):
-        assert k == DENSE or table[k][b] >= tau
-
-
-def test_profile_files(tmp_path):
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(profile(TABLE)))
-    assert load_profile(path) == profile(TABLE)
-    for change, message in [
-        (lambda p: p["rows"].append(dict(p["rows"][1])), "stated twice"),
-        (lambda p: p["rows"][1].update(end=100), "not 64 tokens wide"),
-        (lambda p: p["rows"][1].update(p5=None), r"rows\[1\].p5=None: expected a number"),
-        (lambda p: p["rows"][1].update(p5=1.2), r"p5=1.2"),
-        (lambda p: p["rows"][1].pop("p1_low"), "'p1_low' is missing"),
-        (lambda p: p["rows"][1].update(k=-4), "k=-4: expected an integer"),
-        (lambda p: p["rows"][1].update(enough=1), "expected true or false"),
-        (lambda p: p.update(format="x"), "format='x'"),
-        (lambda p: p.pop("model"), "'model' is missing"),
-    ]:
-        data = profile(TABLE)
-        change(data)
-        path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=message):
-            load_profile(path)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from common import study
+from common import cli, study
+from common.commands import COMMANDS
 from common.errors import UserError
 
 ARMS = ["dense", "fixed k=4", "scheduled"]
@@ -165,3 +166,15 @@ def test_a_command_that_fails_ends_the_study_and_names_its_log(tmp_path, monkeyp
     assert words[3] == "warmup" and f"--run={tmp_path}/seed0/warmup" in words
     assert {f"--config.{key}=0" for key in study.SEED_KEYS} <= set(words)
     assert not (tmp_path / "study.json").exists()
+
+
+def test_a_seed_is_prepared_by_commands_that_parse(tmp_path, monkeypatch):
+    """Long prompts leave the first bins without tokens: the schedule must be asked to go on."""
+    calls = []
+    monkeypatch.setattr(
+        study._Lanes, "_run", lambda self, seed_dir, seed, name, *flags: calls.append((name, flags))
+    )
+    study._Lanes("x.py", 1, 1).prepare(tmp_path / "seed0", 0)
+    assert [name for name, _ in calls] == ["warmup", "profile", "schedule"]
+    given = [cli.parse_arguments(COMMANDS[name], list(flags)).flags for name, flags in calls]
+    assert given[2]["extrapolate"] is True and given[2]["profile"] == given[1]["out"]

@@ -90,7 +90,9 @@ def home(tmp_path_factory):
     with contextlib.chdir(folder):
         sparrow("warmup --config=tiny.py --run=start")
         sparrow("profile --config=tiny.py --model=start/model --out=profile.json")
-        sparrow("schedule --config=tiny.py --profile=profile.json --out=schedule.json")
+        sparrow(
+            "schedule --config=tiny.py --profile=profile.json --extrapolate --out=schedule.json"
+        )
         sparrow(f"{TRAIN} --run=whole")
     return folder
 
