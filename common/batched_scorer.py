@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from common import batching
 from common.config import Config
 from common.schedule import Schedule
 from common.types import Replay, Rollout, Scored
+
+
+class Overlap(NamedTuple):
+    """Entry t of each [B, T] speaks about token t: alpha (1 at t = 0), sparse log-prob (0 at 0),
+    and the lower bound of alpha by top-k log-probs, where asked for."""
+
+    alpha_BT: np.ndarray
+    logp_BT: np.ndarray
+    estimate_BT: np.ndarray | None = None
 
 
 class BatchedScorer(abc.ABC):
@@ -25,10 +35,13 @@ class BatchedScorer(abc.ABC):
         """Dense log-prob and entropy of every token, [B, T]; entry 0 is 0."""
 
     @abc.abstractmethod
-    def overlap(
-        self, tokens_BT, prompt_len_B, budget_T, temperature
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """alpha and sparse log-prob of every token, [B, T]; budget_T None = dense."""
+    def overlaps(
+        self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0
+    ) -> Iterator[Overlap]:
+        """Dense against sparse at each of `budgets` ([T] each; None = dense), one dense pass.
+
+        policy: common/policies.py. top: also estimate alpha from so many log-probs of each side.
+        """
 
     def load_weights(self, params: Any, version: int) -> None:
         """Weights of the next passes."""
@@ -60,8 +73,9 @@ class BatchedScorer(abc.ABC):
             budget = None
             if schedule is not None:
                 budget = schedule.budgets_at(np.arange(tokens.shape[1]))
-            out = self.overlap(tokens, prompt_len, budget, self._temperature(temperature))
-            _put(rollout, part, (alpha, logp), out)
+            how = [budget], self._temperature(temperature)
+            (out,) = self.overlaps(tokens, prompt_len, *how)
+            _put(rollout, part, (alpha, logp), (out.alpha_BT, out.logp_BT))
         rows = np.asarray(rows, np.int32)
         alpha = np.clip(alpha[rows], 0, 1)  # float32 sums of min() leave [0, 1] by rounding only
         return Replay(rows=rows, alpha_BT=alpha, logp_replay_BT=logp[rows])

@@ -39,8 +39,12 @@ class Arguments:
     overrides: Mapping[str, str]
     flags: Mapping[str, Any]
 
-    def config(self, extra: Mapping[str, str] | None = None) -> Config:
-        """Recipe, then overrides, then `extra`, validated."""
+    def config(
+        self, extra: Mapping[str, str] | None = None, *, default: Config | None = None
+    ) -> Config:
+        """Recipe (without one, `default`), then overrides, then `extra`, validated."""
+        if self.config_file is None and default is not None:
+            return overrides.apply(default, {**self.overrides, **(extra or {})})
         if self.config_file is None:
             raise UserError("--config is missing; name a recipe, e.g. --config=configs/demo.py")
         return overrides.apply(
@@ -137,10 +141,34 @@ def _train(arguments: Arguments) -> None:
 
 
 def _profile(arguments: Arguments) -> None:
-    config = arguments.config(_model_override(arguments))
-    _learner(config)
-    out = _output_file("out", arguments.flags["out"])
-    importlib.import_module("common.profiling").profile(config, out)
+    flags, extra = arguments.flags, _model_override(arguments)
+    for flag, name in (("topk", "mismatch.budgets"), ("bin_tokens", "mismatch.bin_tokens")):
+        if flags[flag] is not None:
+            extra[name] = flags[flag]
+    out = _output_file("out", flags["out"])
+    text_only = {"max_tokens": 4096, "sequences": 1, "policy": "mean", "estimate": 0}
+    given = {name: flags[name] for name in text_only if flags[name] is not None}
+    if not flags["replay"]:
+        if given:
+            raise UserError(f"--{next(iter(given))} has no effect without --replay; leave it out")
+        config = arguments.config(extra)
+        _learner(config)
+        importlib.import_module("common.profiling").profile(config, out)
+        return
+    config = arguments.config(extra, default=Config())
+    how = text_only | given
+    for name, least in (("max_tokens", 1), ("sequences", 1), ("estimate", 0)):
+        if how[name] < least:
+            raise UserError(f"--{name}={how[name]}: expected at least {least}")
+    importlib.import_module("common.text_profile").profile_text(
+        config,
+        _input_file("replay", flags["replay"]),
+        out,
+        max_tokens=how["max_tokens"],
+        sequences=how["sequences"],
+        names=how["policy"].split(","),
+        top=how["estimate"],
+    )
 
 
 def _schedule(arguments: Arguments) -> None:
@@ -304,7 +332,42 @@ COMMANDS: dict[str, Command] = {
             run=_profile,
             flags=(
                 _MODEL,
-                Flag(name="out", help="profile to write, JSON", required=True),
+                Flag(
+                    name="out",
+                    help="profile to write, JSON; with --replay a page .html beside it",
+                    required=True,
+                ),
+                Flag(
+                    name="topk",
+                    help="budgets k to measure, e.g. 4,12,29,61; default: the "
+                    "recipe's mismatch.budgets",
+                ),
+                Flag(name="bin_tokens", help="width of a length bin; default: the recipe's"),
+                Flag(
+                    name="replay",
+                    help="text file (or a .json list of token ids) to replay "
+                    "at every position instead of sampling; needs --model and no recipe",
+                ),
+                Flag(
+                    name="max_tokens", help="tokens of a replayed sequence; default 4096", kind=int
+                ),
+                Flag(
+                    name="sequences",
+                    help="how many of them, one after the other; default 1",
+                    kind=int,
+                ),
+                Flag(
+                    name="policy",
+                    help="how pages are chosen in the replay: mean (as in decode; "
+                    "the default), quest, window, random, oracle; several, e.g. mean,quest,"
+                    "are compared at equal bytes and written to OUT-POLICY.json",
+                ),
+                Flag(
+                    name="estimate",
+                    help="also estimate alpha from so many top log-probs of each "
+                    "side (20 in the paper), to see its bias",
+                    kind=int,
+                ),
             ),
         ),
         Command(

@@ -14,7 +14,7 @@ i.e. sorted[ceil(q n) - 1]: always a value that occurred, also under bootstrap w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -53,27 +53,39 @@ def statistics(
     *,
     bin_tokens: int,
     min_tokens: int,
+    block_tokens: int | None = None,
     num_bootstrap: int = 200,
     seed: int = 0,
 ) -> list[BinStats]:
     """One BinStats per length bin that has tokens, in rising order.
 
+    block_tokens: the bootstrap draws blocks of so many consecutive positions instead of whole rows,
+    and num_sequences counts them: for few, long texts, whose far parts are nearly independent.
+
     Exactly invariant to the order of rows, intervals included. Raises ValueError for alpha
     outside [0, 1] by more than 1e-6 (or NaN) in the mask.
     """
-    if bin_tokens < 1 or num_bootstrap < 1:
-        raise ValueError(f"{bin_tokens=}, {num_bootstrap=}: expected at least 1")
+    block = mask_BT.shape[1] if block_tokens is None else block_tokens
+    if min(bin_tokens, num_bootstrap, block) < 1:
+        raise ValueError(f"{bin_tokens=}, {num_bootstrap=}, {block=}: expected at least 1")
     mask = np.asarray(mask_BT, bool)
     alpha = _checked_alpha(alpha_BT, mask)
     bin_T = np.arange(mask.shape[1]) // bin_tokens
     result = []
     for b in np.unique(bin_T[mask.any(axis=0)]):
         in_bin = mask & (bin_T == b)
-        rows = [np.sort(alpha[i, in_bin[i]]) for i in np.flatnonzero(in_bin.any(axis=1))]
+        rows = [np.sort(part) for part in _pieces(alpha, in_bin, block)]
         rows.sort(key=lambda values: values.tobytes())  # the bootstrap must not see the row order
         rng = np.random.default_rng([seed, int(b)])
         result.append(_bin_stats(int(b), bin_tokens, rows, min_tokens, num_bootstrap, rng))
     return result
+
+
+def _pieces(alpha: np.ndarray, in_bin: np.ndarray, block: int) -> Iterator[np.ndarray]:
+    """The bin's values, row by row and block by block."""
+    for i in np.flatnonzero(in_bin.any(axis=1)):
+        at = np.flatnonzero(in_bin[i])
+        yield from np.split(alpha[i, at], np.flatnonzero(np.diff(at // block)) + 1)
 
 
 def _checked_alpha(alpha_BT: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common import corrections, mismatch, tasks
+from common import corrections, mismatch, profile_page, tasks
 from common.config import Config
 from common.errors import UserError
-from common.profile_file import PROFILE_FORMAT
+from common.kept_parts import KeptParts, weights_stamp
+from common.profile_rows import Measured, Profile
 from common.progress import Progress
 from common.run_dir import atomic_write_text
 from common.schedule import Schedule
@@ -35,31 +36,47 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
             f"rollout.top_p={config.rollout.top_p}: a profile needs 1.0, since the replay's "
             "log-probs are not renormalised over the nucleus"
         )
-    with open_parts(config) as parts, Progress("profile") as progress:
+    content = Profile(
+        config,
+        model=config.model.path or f"from scratch, seed {config.model.init_seed}",
+        source=f"sampled by the sparse actor, {config.mismatch.profile_prompts} prompts x "
+        f"{config.mismatch.profile_samples}",
+        policy="mean",
+    )
+    key = [dataclasses.asdict(config), weights_stamp(config.model.path)]
+    summary: list[dict[str, Any]] = []
+    with open_parts(config) as parts, Progress("profile") as progress, KeptParts(out, key) as kept:
         budgets = (None, *config.mismatch.budgets)
-        rows: list[dict[str, Any]] = []
-        summary: list[dict[str, Any]] = []
         for i, k in enumerate(budgets):
-            summary.append(_measure(parts, k, rows))
+            summary.append(_measure(parts, k, content, kept))
             progress.print(_show(summary[-1]))
             progress(i + 1, len(budgets))
-    record = {
-        "format": PROFILE_FORMAT,
-        "model": config.model.path or f"from scratch, seed {config.model.init_seed}",
-        "page_size": config.rollout.page_size,
-        "bin_tokens": config.mismatch.bin_tokens,
-        "quantiles": [0.01, 0.05],
-        "rows": rows,
-        "summary": summary,
-        "versions": {name: metadata.version(name) for name in ("numpy", config.rollout.engine)},
-    }
-    atomic_write_text(out, json.dumps(record, indent=1, allow_nan=False) + "\n")
-    print(f"wrote {out}")
+        record = content.record(summary)
+        atomic_write_text(out, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        page = out.with_suffix(".html")
+        profile_page.write(record, page, [_show(line) for line in summary])
+    print(f"wrote {out} and {page}")
     return record
 
 
-def _measure(parts: Parts, k: int | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Roll out and replay at one budget; adds to `rows`, returns the line for people."""
+def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> dict[str, Any]:
+    """Roll out and replay at one budget, or take what is kept; the line for people."""
+    name = "dense" if k is None else k
+    found = kept.get(f"k-{name}")
+    if found is None:
+        found = _roll_out(parts, k)
+        kept.put(f"k-{name}", **found)
+    half = found["half_B"] if parts.config.mismatch.profile_prompts > 1 else None
+    stats = content.add(
+        Measured(k=name, alpha_BT=found["alpha_BT"], mask_BT=found["mask_BT"], half_B=half)
+    )
+    line = json.loads(str(found["line"]))
+    for q, v in (("p1", 0.01), ("p5", 0.05)):
+        line[f"{q}_min"] = min(mismatch.tail(stats, v).values(), default=None)
+    return line
+
+
+def _roll_out(parts: Parts, k: int | None) -> dict[str, Any]:
     c, config = parts.config.mismatch, parts.config
     schedule = None
     if k is not None:
@@ -73,17 +90,16 @@ def _measure(parts: Parts, k: int | None, rows: list[dict[str, Any]]) -> dict[st
         seed=PROFILE_NOISE_SEED,
     )
     replay = parts.backend.scorer.replay(rollout, np.arange(len(rollout.prompts)), schedule)
-    mask = rollout.response_mask_BT
-    stats = mismatch.statistics(
-        replay.alpha_BT, mask, bin_tokens=c.bin_tokens, min_tokens=c.min_tokens
-    )
-    name = "dense" if k is None else k
-    rows += [{"k": name, **s.__dict__} for s in stats]
-    return _line(parts, rollout, schedule, stats, name)
+    return {
+        "alpha_BT": replay.alpha_BT,
+        "mask_BT": rollout.response_mask_BT,
+        "half_B": rollout.group_B % 2,
+        "line": json.dumps(_line(parts, rollout, schedule, "dense" if k is None else k)),
+    }
 
 
-def _line(parts: Parts, rollout: Rollout, schedule, stats, name) -> dict[str, Any]:
-    """Reward, pages and tails of one budget, and the ratio statistics on the sampled tokens."""
+def _line(parts: Parts, rollout: Rollout, schedule, name) -> dict[str, Any]:
+    """Reward and pages of one budget, and the ratio statistics on the sampled tokens."""
     mask, logp = rollout.response_mask_BT, rollout.logp_sparse_BT
     dense = parts.backend.scorer.logprobs(rollout).logp_dense_BT
     ratios = corrections.summary(dense - logp, mask, logp_sparse_BT=logp)
@@ -92,17 +108,11 @@ def _line(parts: Parts, rollout: Rollout, schedule, stats, name) -> dict[str, An
     # The token at position p saw p tokens; the first of a response comes from the dense prefill.
     seen = positions[mask & (positions > rollout.prompt_len_B[:, None])]
     share = 1.0 if schedule is None or not seen.size else schedule.share_of_pages(seen)
-    tails = {
-        q: min(mismatch.tail(stats, v).values(), default=None)
-        for q, v in (("p1", 0.01), ("p5", 0.05))
-    }
     return {
         "k": name,
         "reward": float(tasks.score(parts.task, rollout, parts.pool).mean()),
         "len_mean": float(lengths.mean()),
         "share_of_pages": share,
-        "p1_min": tails["p1"],
-        "p5_min": tails["p5"],
         "abs_diff": ratios["prob_gap"],
         "k3": ratios["k3"],
     }

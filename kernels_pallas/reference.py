@@ -328,6 +328,22 @@ def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, t
     return _blocks(block, head_VD.shape[0], hidden_dense_XD, hidden_sparse_XD, token_X)
 
 
+def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20):
+    """Lower bound of alpha: sum of min(p_dense, p_sparse) over the tokens in both top lists."""
+
+    def block(dense_cD, sparse_cD):
+        lists = (
+            lax.top_k(jax.nn.log_softmax(_logits(x, head_VD) / temperature), top)
+            for x in (dense_cD, sparse_cD)
+        )
+        (dense_cJ, ids_cJ), (sparse_cJ, others_cJ) = lists
+        same_cJJ = ids_cJ[:, :, None] == others_cJ[:, None]
+        smaller_cJJ = jnp.exp(jnp.minimum(dense_cJ[:, :, None], sparse_cJ[:, None]))
+        return jnp.where(same_cJJ, smaller_cJJ, 0).sum((1, 2))
+
+    return _blocks(block, head_VD.shape[0], hidden_dense_XD, hidden_sparse_XD)
+
+
 def _logits(hidden_XD, head_VD):
     return jnp.einsum("xd,vd->xv", hidden_XD, head_VD, preferred_element_type=jnp.float32)
 

@@ -267,6 +267,21 @@ def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, t
     return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD, token_X.long())
 
 
+def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20):
+    """Lower bound of alpha: sum of min(p_dense, p_sparse) over the tokens in both top lists."""
+
+    def block(dense_cD, head_VD, sparse_cD):
+        (dense_cJ, ids_cJ), (sparse_cJ, others_cJ) = (
+            (_logits(x, head_VD) / temperature).log_softmax(-1).topk(top)
+            for x in (dense_cD, sparse_cD)
+        )
+        same_cJJ = ids_cJ[:, :, None] == others_cJ[:, None]
+        smaller_cJJ = torch.minimum(dense_cJ[:, :, None], sparse_cJ[:, None]).exp()
+        return (torch.where(same_cJJ, smaller_cJJ, 0.0).sum((1, 2)),)
+
+    return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD)[0]
+
+
 def _logits(hidden_XD, head_VD):
     return hidden_XD.float() @ head_VD.float().mT
 

@@ -16,7 +16,7 @@ from flax import nnx
 from common.config import Config, ModelConfig
 from common.protocols import Backend
 from kernels_pallas.ops import Ops, resolve
-from sparrow_jax import hf
+from sparrow_jax import hf, sharding
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
 from sparrow_jax.learner import JaxLearner
@@ -61,6 +61,18 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             "attention": nnx.merge(graph, params).ops.name,
         },
     )
+
+
+def build_scorer(config: Config) -> tuple[JaxScorer, ModelConfig, str]:
+    """A scorer without a learner: (scorer with the weights of model.path, geometry, where)."""
+    geometry, graph, params = init_model(config, 1)
+    dtype = compute_dtype(config.learner.dtype)
+    scorer = JaxScorer(graph, config, dtype)
+    params = sharding.shard_params(params, sharding.make_mesh(config.learner.mesh))
+    scorer.load_weights(params, 0)
+    device = jax.devices()[0]
+    where = f"jax {jax.__version__} on {device.platform}, {math.prod(config.learner.mesh)} device"
+    return scorer, geometry, f"{where}, {jnp.dtype(dtype).name}"
 
 
 def export_weights(params: nnx.State) -> dict[str, Any]:

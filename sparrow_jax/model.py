@@ -110,12 +110,17 @@ class Decoder(nnx.Module):
         prompt_len_B=None,
         page=16,
         num_dense=2,
+        policy="mean",
     ):
         """Final hidden states [B, T, D] of right-padded sequences (causal: padding cannot leak).
 
-        budget_T int32 [T] replays sparse decode in all layers but the first num_dense.
+        budget_T int32 [T] replays sparse decode in all layers but the first num_dense, the pages
+        chosen by a policy of kernels_pallas/policies.py (not "mean": always by the reference).
         """
         g = self.geometry
+        prefill = self.ops.flash_prefill
+        if policy != "mean":
+            prefill = functools.partial(REFERENCE.flash_prefill, policy=policy)
         position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         x = self.embed_VD[...].astype(dtype)[tokens_BT]
         stack = self._stack()
@@ -124,9 +129,7 @@ class Decoder(nnx.Module):
             w = _layer(stack, layer, dtype)
             q, k, v = _project(g, w, x, position_BT)
             budget = budget_T if sparse else None
-            a = self.ops.flash_prefill(
-                q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page
-            )
+            a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
             return _finish(g, w, x, a), None
 
         split = min(num_dense, g.num_layers) if budget_T is not None else g.num_layers

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from common.batched_scorer import BatchedScorer
+from common.batched_scorer import BatchedScorer, Overlap
 from common.config import Config
+from kernels_pallas.reference import topk_overlap
+from sparrow_jax import sharding
 
 
 def next_token_view(hidden_BTD, tokens_BT):
@@ -40,22 +42,28 @@ def _score(params, tokens_BT, temperature, *, graph, dtype):
     return token_logprobs(model, tokens_BT, temperature, dtype=dtype, remat=False)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "dtype", "page", "num_dense"))
-def _replay(
-    params, tokens_BT, prompt_len_B, budget_T, temperature, *, graph, dtype, page, num_dense
-):
-    """alpha and sparse log-prob of every token but the first, [B, T]; budget_T None = dense."""
+@functools.partial(jax.jit, static_argnames=("graph", "dtype", "page", "num_dense", "policy"))
+def _hidden(params, tokens_BT, prompt_len_B, budget_T, *, graph, **options):
+    """Final hidden states [B, T, D]; budget_T None = dense."""
     model = nnx.merge(graph, params)
-    dense, targets = next_token_view(model.hidden(tokens_BT, dtype=dtype), tokens_BT)
-    sparse = model.hidden(
-        tokens_BT, dtype=dtype, budget_T=budget_T, prompt_len_B=prompt_len_B, page=page,
-        num_dense=num_dense,
-    )  # fmt: skip
-    sparse, _ = next_token_view(sparse, tokens_BT)
+    return model.hidden(tokens_BT, budget_T=budget_T, prompt_len_B=prompt_len_B, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "dtype", "top"))
+def _overlap(params, dense_BTD, sparse_BTD, tokens_BT, temperature, *, graph, dtype, top):
+    """alpha, sparse log-prob and, with top, the estimate for every token but the first, [B, T]."""
+    model = nnx.merge(graph, params)
+    dense, targets = next_token_view(dense_BTD, tokens_BT)
+    sparse, _ = next_token_view(sparse_BTD, tokens_BT)
+    head = model.head(dtype)
     alpha, logp = model.ops.acceptance_overlap(
-        dense, sparse, model.head(dtype), targets, temperature=temperature
+        dense, sparse, head, targets, temperature=temperature
     )
-    return align(alpha, tokens_BT, 1.0), align(logp, tokens_BT)
+    out = align(alpha, tokens_BT, 1.0), align(logp, tokens_BT)
+    if not top:
+        return out
+    estimate = topk_overlap(dense, sparse, head, temperature=temperature, top=top)
+    return *out, align(estimate, tokens_BT, 1.0)
 
 
 class JaxScorer(BatchedScorer):
@@ -69,10 +77,18 @@ class JaxScorer(BatchedScorer):
         out = _score(self.params, tokens_BT, temperature, graph=self.graph, dtype=self.dtype)
         return jax.device_get(out)
 
-    def overlap(self, tokens_BT, prompt_len_B, budget_T, temperature):
+    def overlaps(self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0):
         config = self.config.rollout
-        out = _replay(
-            self.params, tokens_BT, prompt_len_B, budget_T, temperature, graph=self.graph,
-            dtype=self.dtype, page=config.page_size, num_dense=config.num_dense_layers,
+        mesh = sharding.make_mesh(self.config.learner.mesh)
+        if len(tokens_BT) % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0:
+            tokens_BT = jax.device_put(tokens_BT, sharding.batch_sharding(mesh))
+        same = {"graph": self.graph, "dtype": self.dtype}
+        hidden = functools.partial(
+            _hidden, self.params, tokens_BT, prompt_len_B, page=config.page_size,
+            num_dense=config.num_dense_layers, policy=policy, **same,
         )  # fmt: skip
-        return jax.device_get(out)
+        dense = hidden(None)
+        for budget_T in budgets:
+            sparse = dense if budget_T is None else hidden(budget_T)
+            out = _overlap(self.params, dense, sparse, tokens_BT, temperature, top=top, **same)
+            yield Overlap(*jax.device_get(out))

@@ -8,6 +8,7 @@ h = norm(x). Two ways through the same weights:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,13 +74,18 @@ class Decoder(torch.nn.Module):
         return hidden_BD.float() @ head_VD.float().mT
 
     def hidden(
-        self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2
-    ):
+        self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2,
+        policy="mean",
+    ):  # fmt: skip
         """Final hidden states [B, T, D] of right-padded sequences (causal: padding cannot leak).
 
-        budget_T int32 [T] replays sparse decode in all layers but the first num_dense.
+        budget_T int32 [T] replays sparse decode in all layers but the first num_dense, the pages
+        chosen by a policy of kernels_triton/policies.py (not "mean": always by the reference).
         """
         g = self.geometry
+        prefill = self.ops.flash_prefill
+        if policy != "mean":
+            prefill = functools.partial(REFERENCE.flash_prefill, policy=policy)
         position_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         turn = _rope_angles(position_BT, g.head_dim, g.rope_theta)
         x = self.embed_VD[tokens_BT]
@@ -88,9 +94,7 @@ class Decoder(torch.nn.Module):
             w = self._layer(layer)
             q, k, v = _project(g, w, x, *turn)
             budget = None if layer < num_dense else budget_T
-            a = self.ops.flash_prefill(
-                q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page
-            )
+            a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
             return _finish(g, w, x, a)
 
         for layer in range(g.num_layers):

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from common.batched_scorer import BatchedScorer
+from common.batched_scorer import BatchedScorer, Overlap
 from common.config import Config
+from kernels_triton.reference import topk_overlap
 from sparrow_torch.model import Decoder
 
 
@@ -48,19 +49,25 @@ class TorchScorer(BatchedScorer):
         return [x.cpu().numpy() for x in out]
 
     @torch.no_grad()
-    def overlap(self, tokens_BT, prompt_len_B, budget_T, temperature):
+    def overlaps(self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0):
         config, model, tokens = self.config.rollout, self.model, self._tensor(tokens_BT)
-        dense, targets = next_token_view(model.hidden(tokens), tokens)
-        sparse = model.hidden(
-            tokens, budget_T=None if budget_T is None else self._tensor(budget_T),
-            prompt_len_B=self._tensor(prompt_len_B), page=config.page_size,
-            num_dense=config.num_dense_layers,
-        )  # fmt: skip
-        alpha, logp = model.ops.acceptance_overlap(
-            dense, next_token_view(sparse, tokens)[0], model.head(), targets,
-            temperature=float(temperature),
-        )  # fmt: skip
-        return align(alpha, tokens, 1.0).cpu().numpy(), align(logp, tokens).cpu().numpy()
+        how = {"page": config.page_size, "num_dense": config.num_dense_layers, "policy": policy}
+        prompt_len, temperature = self._tensor(prompt_len_B), float(temperature)
+        dense_BTD, head = model.hidden(tokens), model.head()
+        dense, targets = next_token_view(dense_BTD, tokens)
+        for budget_T in budgets:
+            sparse = dense
+            if budget_T is not None:
+                budget = {"budget_T": self._tensor(budget_T), "prompt_len_B": prompt_len}
+                sparse, _ = next_token_view(model.hidden(tokens, **budget, **how), tokens)
+            alpha, logp = model.ops.acceptance_overlap(
+                dense, sparse, head, targets, temperature=temperature
+            )
+            out = [align(alpha, tokens, 1.0), align(logp, tokens)]
+            if top:
+                estimate = topk_overlap(dense, sparse, head, temperature=temperature, top=top)
+                out.append(align(estimate, tokens, 1.0))
+            yield Overlap(*(x.cpu().numpy() for x in out))
 
     def _tensor(self, x) -> torch.Tensor:
         return torch.as_tensor(x, device=self.model.embed_VD.device).long()

@@ -1,0 +1,91 @@
+"""What a profile holds of one budget: rows by length bin, the two halves, the tail's shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from common import mismatch, tail_shape
+from common.config import Config
+from common.profile_file import PROFILE_FORMAT
+
+QUANTILES = (0.01, 0.05)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """alpha of one budget. Rows are independent: what the bootstrap draws.
+
+    k: budget, or "dense". half_B: 0 or 1, which half of the prompts a row belongs to; None if there
+    is only one prompt. estimate_BT: alpha from the top log-probs, if it was asked for.
+    """
+
+    k: int | str
+    alpha_BT: np.ndarray
+    mask_BT: np.ndarray
+    half_B: np.ndarray | None = None
+    estimate_BT: np.ndarray | None = None
+
+
+class Profile:
+    """Collects budgets; `record` is the content of a profile file (common/profile_file.py)."""
+
+    def __init__(
+        self, config: Config, *, model: str, source: str, policy: str, block: int | None = None
+    ):
+        """block: tokens of a block that the bootstrap draws; None = it draws sequences."""
+        c, drawn = config.mismatch, "sequences" if block is None else f"blocks of {block} tokens"
+        self._how = {"bin_tokens": c.bin_tokens, "min_tokens": c.min_tokens, "block_tokens": block}
+        self._engine = config.rollout.engine
+        self._top: dict[str, Any] = {
+            "format": PROFILE_FORMAT,
+            "model": model,
+            "source": source,
+            "interval": f"95 %, bootstrap over {drawn}",
+            "policy": policy,
+            "page_size": config.rollout.page_size,
+            "bin_tokens": c.bin_tokens,
+            "quantiles": list(QUANTILES),
+        }
+        self._rows: list[dict[str, Any]] = []
+        self._halves: tuple[list, list] = ([], [])
+        self._shape: list[dict[str, Any]] = []
+        self._topk: list[dict[str, Any]] = []
+
+    def add(self, m: Measured) -> list[mismatch.BinStats]:
+        """Statistics of one budget; returned for whoever wants to print them."""
+        stats = mismatch.statistics(m.alpha_BT, m.mask_BT, **self._how)
+        self._rows += [{"k": m.k, **s.__dict__} for s in stats]
+        if m.half_B is not None:
+            for half, rows in enumerate(self._halves):
+                mask = m.mask_BT & (m.half_B == half)[:, None]
+                part = mismatch.statistics(m.alpha_BT, mask, **self._how)
+                rows += [{"k": m.k, **s.__dict__} for s in part]
+        self._shape.append({"k": m.k, **tail_shape.describe(m.alpha_BT, m.mask_BT, stats)})
+        if m.estimate_BT is not None:
+            self._topk += self._compare(m, stats)
+        return stats
+
+    def _compare(self, m: Measured, exact: list[mismatch.BinStats]) -> list[dict[str, Any]]:
+        """The estimate beside the exact value, by bin; it is too low by what the lists miss."""
+        estimate = np.minimum(m.estimate_BT, 1.0)
+        stats = mismatch.statistics(estimate, m.mask_BT, num_bootstrap=1, **self._how)
+        return [
+            {"k": m.k, "bin": e.bin, "p5": e.p5, "p5_topk": t.p5, "mean_bias": t.mean - e.mean}
+            for e, t in zip(exact, stats, strict=True)
+        ]
+
+    def record(self, summary: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """The file's content. summary: a line for people per budget."""
+        versions = {name: metadata.version(name) for name in ("numpy", self._engine)}
+        record = {**self._top, "rows": self._rows, "shape": self._shape, "versions": versions}
+        if all(self._halves):
+            record["halves"] = [{"rows": rows} for rows in self._halves]
+        if self._topk:
+            record["topk"] = self._topk
+        if summary is not None:
+            record["summary"] = summary
+        return record
