@@ -22,8 +22,9 @@ section 4; the controller itself is ours.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class Controller:
             "controller/changes": sum(old != new for old, new in zip(before, after, strict=True)),
             "controller/dense_bins": after.count(DENSE),
         }
-        if moves := [self._move(b, before[b], after[b]) for b in sorted(self._reasons)]:
+        if moves := self._moves(before, after):
             values["controller/moves"] = moves
         return values
 
@@ -213,11 +214,16 @@ class Controller:
             f"{state.high.share:.1%} of its tokens under {high:g}, calm for {state.calm} steps"
         )
 
-    def _move(self, b: int, old: int, new: int) -> str:
-        """One change in words: positions, old and new k, reason."""
-        width = self._config.bin_tokens
-        words = " -> ".join("dense" if k == DENSE else str(k) for k in (old, new))
-        return f"{b * width}-{(b + 1) * width}: k {words} ({self._reasons[b]})"
+    def _moves(self, before: Sequence[int], after: Sequence[int]) -> list[str]:
+        """Changes in words: positions, old and new k, reason; neighbours with the same in one."""
+        key = lambda b: (self._reasons.get(b), before[b], after[b])  # noqa: E731
+        width, moves = self._config.bin_tokens, []
+        for (reason, *change), group in itertools.groupby(range(len(after)), key):
+            if reason:
+                bins = [*group]
+                k = " -> ".join("dense" if k == DENSE else str(k) for k in change)
+                moves.append(f"{bins[0] * width}-{(bins[-1] + 1) * width}: k {k} ({reason})")
+        return moves
 
 
 def check_controller(config: Config, start: Schedule | None) -> None:

@@ -147,6 +147,9 @@ def test_budgets_that_never_fell_with_length_do_not_fall_and_moves_are_told():
     first, second = values["controller/moves"]
     assert first.startswith("64-128: k 16 -> 24 (") and "under tau=0.86" in first
     assert second == "128-192: k 16 -> 24 (no less than the bin before it)"
+    values = step(controller, 0.87, 0.6, 0.6, None)  # 32 lifts what follows: one line for both
+    assert values["controller/moves"][1] == "128-256: k 24 -> 32 (no less than the bin before it)"
+    assert values["controller/changes"] == 3
     # a start that falls with length is left so: each bin for itself
     free = Controller(config_of(), start_of(24, 8, 16, 8))
     for _ in range(3):
