@@ -217,7 +217,8 @@ class Controller:
     def _moves(self, before: Sequence[int], after: Sequence[int]) -> list[str]:
         """Changes in words: positions, old and new k, reason; neighbours with the same in one."""
         key = lambda b: (self._reasons.get(b), before[b], after[b])  # noqa: E731
-        width, moves = self._config.bin_tokens, []
+        width = self._config.bin_tokens
+        moves: list[str] = []
         for (reason, *change), group in itertools.groupby(range(len(after)), key):
             if reason:
                 bins = [*group]

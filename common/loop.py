@@ -76,11 +76,11 @@ def train(config: Config, run: RunDir) -> None:
                 step += 1
                 if step % config.checkpoint_every == 0 or step == config.num_steps:
                     with _timed(saving, "time/checkpoint"):
-                        extra = {"step": step, "version": version}
+                        state: dict[str, Any] = {"step": step, "version": version}
                         if controller:
-                            extra["controller"] = controller.state_dict()
+                            state["controller"] = controller.state_dict()
                             controller.save(run.path / ADAPTED, step)
-                        checkpoints.save(step, extra)
+                        checkpoints.save(step, state)
         parts.backend.save_model(run.path / "model")
 
 
