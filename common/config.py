@@ -257,11 +257,35 @@ class MismatchConfig(_Checked):
     )
     profile_prompts: int = setting(16, "prompts of a profile (not the evaluation prompts)")
     profile_samples: int = setting(4, "samples per prompt of a profile")
+    controller: bool = setting(
+        False,
+        "let each bin's budget follow its measured tail during training: a rung up (budgets, then "
+        "dense) when it is under tau beyond doubt, a rung down when it is well above for a while; "
+        "the schedule that it arrives at is kept in RUN/schedule-adapted.json",
+    )
+    controller_margin: float = setting(
+        0.02, "a budget comes down only where the tail is above tau + margin, beyond doubt"
+    )
+    controller_patience: int = setting(
+        5,
+        "replayed steps in a row above tau + margin before a budget comes down; a budget that "
+        "failed waits 4, 8, 16 ... 64 times as long before it is tried again",
+    )
+    controller_window: int = setting(
+        8, "replayed steps that a bin's estimate remembers (decay 1 - 1/window); 1 = the last alone"
+    )
 
     def validate(self) -> None:
         _at_least(self, 0, "every", "min_tokens")
         _at_least(self, 1, "num_rows", "bin_tokens", "profile_prompts", "profile_samples")
+        _at_least(self, 1, "controller_patience", "controller_window")
         _check(0 < self.tau <= 1, f"tau={self.tau}: expected in (0, 1]")
+        _check(
+            self.controller_margin >= 0
+            and (not self.controller or self.tau + self.controller_margin < 1),
+            f"controller_margin={self.controller_margin}: expected at least 0 and, with the "
+            f"controller, under 1 - tau = {1 - self.tau:g}: no budget could ever come down",
+        )
         _check(
             list(self.budgets) == sorted(set(self.budgets)) and min(self.budgets, default=0) >= 0,
             f"budgets={self.budgets}: expected rising, non-negative integers",

@@ -12,20 +12,22 @@ before the checkpoint that counts it; on resume, records past the checkpoint are
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from common import batching, corrections, evaluation, grpo, noise, rollout_stats, tasks
+from common import batching, corrections, evaluation, grpo, metrics, noise, rollout_stats, tasks
+from common.alarms import Watch
 from common.config import Config
+from common.controller import ADAPTED, Controller, check_controller
 from common.corrections import Correction
 from common.errors import UserError
-from common.metrics import MetricsWriter
 from common.progress import Progress
 from common.run_dir import RunDir
-from common.setup import Parts, announce, open_parts
+from common.setup import Parts, announce, open_parts, resolve_schedule
 from common.types import Prompt, Rollout, Scored
 
 # Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
@@ -39,13 +41,17 @@ def train(config: Config, run: RunDir) -> None:
             f"rollout.top_p={config.rollout.top_p}: training needs 1.0, since the dense policy's "
             "log-probs are not renormalised over the nucleus"
         )
+    check_controller(config, resolve_schedule(config))
     with open_parts(config) as parts:
         checkpoints = parts.backend.open_checkpoints(run.path / "checkpoints")
         extra = checkpoints.restore()
         step, version = (extra["step"], extra["version"]) if extra else (0, 0)
         push(parts, version)
         announce(parts, run, step)
-        writer = MetricsWriter(
+        controller = None
+        if config.mismatch.controller:
+            controller = Controller(config, parts.schedule, extra and extra["controller"])
+        writer = metrics.MetricsWriter(
             run.path,
             resume_step=step,
             console=True,
@@ -54,9 +60,13 @@ def train(config: Config, run: RunDir) -> None:
         )
         with contextlib.closing(checkpoints), writer:
             saving: dict[str, Any] = {}
+            watch = Watch(metrics.read_metrics(run.path))
             while step < config.num_steps:
+                if controller:
+                    parts = dataclasses.replace(parts, schedule=controller.schedule)
                 before = evaluation.record(parts, "start_") if step == 0 else {}
-                values, bins, alarms = train_step(parts, step, version)
+                values, bins, alarms = train_step(parts, step, version, controller)
+                alarms += watch.alarms(values)
                 version += 1
                 with _timed(values, "time/push"):
                     push(parts, version)
@@ -66,12 +76,16 @@ def train(config: Config, run: RunDir) -> None:
                 step += 1
                 if step % config.checkpoint_every == 0 or step == config.num_steps:
                     with _timed(saving, "time/checkpoint"):
-                        checkpoints.save(step, {"step": step, "version": version})
+                        state: dict[str, Any] = {"step": step, "version": version}
+                        if controller:
+                            state["controller"] = controller.state_dict()
+                            controller.save(run.path / ADAPTED, step)
+                        checkpoints.save(step, state)
         parts.backend.save_model(run.path / "model")
 
 
 def train_step(
-    parts: Parts, step: int, version: int
+    parts: Parts, step: int, version: int, controller: Controller | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
     """Steps 1 to 7 for training step `step`; what goes into the record."""
     config, backend, schedule = parts.config, parts.backend, parts.schedule
@@ -98,7 +112,7 @@ def train_step(
     with _timed(values, "time/mismatch"):
         correction = _correct(config, rollout, scored, step)
         mismatch, bins, alarms = rollout_stats.describe_mismatch(
-            rollout, scored, correction, backend.scorer, schedule, config, step
+            rollout, scored, correction, backend.scorer, schedule, config, step, controller
         )
     with _timed(values, "time/pack"):
         advantages = grpo.advantages(

@@ -48,6 +48,9 @@ METRICS: dict[str, str] = {
     "mismatch/abs_diff": "mean |p_sparse - p_dense| of the sampled tokens",
     "mismatch/replay_error": "largest |log-prob replayed - decoded| of a sampled token",
     "mismatch/ratio_max": "largest p_dense / p_sparse of a sampled token",
+    "controller/changes": "length bins whose budget the controller changed after this step",
+    "controller/dense_bins": "length bins that read every page from the next step on",
+    "controller/moves": "each change in words: positions, old and new k, reason",
     "grpo/loss": "GRPO loss",
     "grpo/grad_norm": "global gradient norm before clipping",
     "grpo/clip_fraction": "share of loss tokens whose ratio was clipped",
@@ -277,6 +280,7 @@ def console_line(
     if record.get("eval/reward") is not None:
         parts.append(f"held-out {show('eval/reward', '.3f')}")
     parts.append(f"ETA {format_seconds(eta_seconds)}")
+    parts += [f"BUDGET {move}" for move in record.get("controller/moves", ())]
     return "  ".join(parts + [f"ALARM {alarm}" for alarm in record["alarms"]])
 
 

@@ -177,13 +177,17 @@ class BudgetPlan(NamedTuple):
 
 
 def plan_budgets(schedule: Schedule | None, table_width: int) -> BudgetPlan:
-    """Budgets by bin and width of the page list, at most the table's; dense: width 0."""
+    """Budgets by bin and width of the page list, at most the table's; dense: width 0.
+
+    A width is a program. Whatever budgets a schedule takes up to its `sized_for`, its width is one
+    and the same; with a dense bin it is the table's.
+    """
     if schedule is None or schedule.is_dense:
         return BudgetPlan(np.zeros(1, np.int32), 1, 0)
     budgets = np.minimum(np.array(schedule.budgets, np.int32), table_width)
     # The last budget holds beyond its bin; a padded table is one shape for all schedules.
     budgets = np.pad(budgets, (0, -len(budgets) % BUDGET_BINS), mode="edge")
-    wanted = int(budgets.max()) + NUM_RESERVED
+    wanted = max(int(budgets.max()), schedule.sized_for) + NUM_RESERVED
     width = min(table_width, -(-wanted // 16) * 16)
     return BudgetPlan(budgets, schedule.bin_tokens, width)
 

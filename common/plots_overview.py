@@ -123,6 +123,45 @@ def _bars(axes: Any, drawn: Sequence[tuple[int, Run]], key: str, base: float | N
     axes.set_ylim(len(drawn) - 0.4, -0.6)
 
 
+def budgets_by_step(run: Run, title: str = "Budget by step") -> str | None:
+    """k of every length bin over the steps, bins with one history as one line; None if none moved.
+
+    Drawn are the bins that changed; dense stands above the largest k.
+    """
+    tracks: dict[tuple[int, int], dict[int, Any]] = {}
+    for record in run.records:
+        for entry in record["bins"]:
+            if "k" in entry:
+                track = tracks.setdefault((entry["start"], entry["end"]), {})
+                track[record["step"]] = entry["k"]
+    histories: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for span, track in sorted(tracks.items()):
+        if len(set(track.values())) > 1:
+            histories.setdefault(tuple(track.items()), []).append(span)
+    if not histories:
+        return None
+    numbers = [k for history in histories for _, k in history if k != "dense"]
+    top = 1.15 * max(numbers, default=1) + 1
+    labels = [f"{spans[0][0]}-{spans[-1][1]}" for spans in histories.values()]
+    with plots.Canvas(title, labels=labels) as figure:
+        ends, steps = [], []
+        for i, (history, label) in enumerate(zip(histories, labels, strict=True)):
+            x = np.array([step for step, _ in history], float)
+            y = [top if k == "dense" else k for _, k in history]
+            marks = {"marker": "o", "markersize": 3} if len(history) < 3 else {}
+            figure.axes.step(x, y, where="post", color=color_of(i), **marks)
+            ends.append((float(y[-1]), label, color_of(i)))
+            steps.append(x)
+        plots.step_axis(figure.axes, np.concatenate(steps))
+        figure.axes.set_ylim(0, 1.06 * top)
+        if any(k == "dense" for history in histories for _, k in history):
+            ticks = [t for t in figure.axes.get_yticks() if 0 <= t < 0.95 * top]
+            figure.axes.set_yticks([*ticks, top], [*(f"{t:g}" for t in ticks), "dense"])
+        figure.unit("k; labels: positions, tokens")
+        figure.end_labels(ends)
+    return figure.svg
+
+
 def profile_plot(
     profile: Mapping[str, Any],
     schedule: Mapping[str, Any] | None,

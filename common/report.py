@@ -188,6 +188,11 @@ def _mismatch(runs: Sequence[LoadedRun]) -> list[tuple[str | None, str]]:
             figures.append((plots.acceptance_map(run.plot, name, title=title), caption))
     schedule = plots.schedule_steps([run.plot for run in runs])
     figures.append((schedule, "Budget and the 3 pages that are always read, by cached length."))
+    for run in runs:
+        moved = plots_overview.budgets_by_step(
+            run.plot, f"Budget by step: {plots.short(run.plot.name)}"
+        )
+        figures.append((moved, "Length bins whose budget the controller changed."))
     tokens = "share of tokens"
     for key, title, ylabel, top, caption in (
         ("rollout/share_of_pages", "Share of pages read", "share", 1.02, "Pages read / present."),

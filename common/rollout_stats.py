@@ -9,6 +9,7 @@ import numpy as np
 
 from common import corrections, mismatch
 from common.config import Config
+from common.controller import Controller
 from common.corrections import Correction
 from common.protocols import Scorer
 from common.schedule import DENSE, Schedule
@@ -74,8 +75,11 @@ def describe_mismatch(
     schedule: Schedule | None,
     config: Config,
     step: int,
+    controller: Controller | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
     """(mismatch/* values, one dict per length bin, alarms): alpha on some rows, ratios on all.
+
+    A controller is shown alpha and may change its budgets for the next step (controller/*).
 
     A dense rollout is not replayed: dense against dense in one program is 1. Its noise floor is
     what engine and scorer differ by, in the ratio statistics.
@@ -126,6 +130,8 @@ def describe_mismatch(
         strict = config.learner.dtype == "float32"
         if error > (REPLAY_TOLERANCE if strict else BFLOAT16_REPLAY_TOLERANCE):
             alarms.append(f"replay and decode differ by {error:.1e} in a log-prob")
+        if controller is not None:
+            values |= controller.update(replay.alpha_BT, mask[rows])
     return values, _merge_bins(per_bin, exact, schedule, c.bin_tokens), alarms
 
 

@@ -43,6 +43,8 @@ class Schedule:
 
     page_size, bin_tokens: tokens. budgets: pages, 0 <= k <= DENSE. provenance: JSON-serialisable
     record of where it comes from (model, tau, quantile, statistic, method, profile bins, versions).
+    sized_for: budget that engines make room for beside those in use, so that a schedule that
+    changes from step to step needs no new program; not part of a file.
     Raises ValueError for anything else. Source: arXiv 2606.08446, section 4.
     """
 
@@ -51,6 +53,7 @@ class Schedule:
     budgets: tuple[int, ...]
     name: str = ""
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    sized_for: int = 0
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__

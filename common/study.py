@@ -1,8 +1,9 @@
 """Dense, fixed aggressive and scheduled sparse rollouts over several seeds, with intervals.
 
 Each seed is a whole replication: weights, warm-up, profile, schedule, prompts and sampling noise of
-its own; the arms of a seed share its warm start and its prompts. Held-out prompts and their noise
-are the same everywhere. All is done by the ordinary commands, so every part resumes by itself.
+its own; the arms of a seed share its warm start and its prompts. Only the scheduled arm has the
+controller, if the recipe has one. Held-out prompts and their noise are the same everywhere. All is
+done by the ordinary commands, so every part resumes by itself.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class _Lanes:
                 f"--core={core}",
                 f"--config.rollout.schedule={schedule.format(seed_dir=seed_dir)}",
                 f"--config.name={arm}",
+                *(["--config.mismatch.controller=false"] if arm != "scheduled" else []),
                 log=folder(arm),
             )
         finally:

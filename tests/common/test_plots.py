@@ -195,6 +195,23 @@ def test_study_counts_seeds_and_takes_common_steps():
     assert {"dense (n=2)", "k=8 (n=1)"} <= set(words(svg))
 
 
+def test_budgets_by_step_draws_bins_that_moved():
+    def bins(*ks):
+        return [{"bin": b, "start": 64 * b, "end": 64 * b + 64, "k": k} for b, k in enumerate(ks)]
+
+    records = [record(step) for step in range(4)]
+    for entry, ks in zip(
+        records, [(4, 4, 4, 9), (4, 8, 8, 9), (4, "dense", "dense", 9), (4, 8, 8)], strict=True
+    ):
+        entry["bins"] = bins(*ks)
+    svg = plots_overview.budgets_by_step(Run(name="a", records=records))
+    found = words(svg)
+    assert {"64-192", "dense", "4", "training step"} <= set(found)  # two bins, one history
+    assert not any(word in found for word in ("0-64", "192-256"))
+    for still in (records[:1], [records[0], {**records[3], "bins": bins(4, 4)}]):
+        assert plots_overview.budgets_by_step(Run(name="a", records=still)) is None
+
+
 def test_saved_file_stands_alone(tmp_path):
     svg = plots.lines([run([0, 1])], "reward/mean", title="t")
     assert "var(--" in svg

@@ -302,6 +302,19 @@ def test_no_compilation_as_lengths_budgets_and_temperatures_change():
     assert compiled() == before
 
 
+def test_no_compilation_as_a_controller_changes_the_schedule():
+    engine = make(page_size=1)  # 50 pages: widths of 16, 32, 48 and 50 are programs of their own
+
+    def run(k, size):
+        schedule = Schedule(page_size=1, bin_tokens=16, budgets=(1, k), sized_for=size)
+        generate(engine, prompts([5]), 1, schedule)
+        return compiled()
+
+    first = run(1, 20)
+    assert [run(k, 20) for k in (2, 13, 14, 20)] == [first] * 4
+    assert run(1, 0) != first  # without sized_for, small budgets have a program of their own
+
+
 @pytest.mark.parametrize("max_selected", [0, 16])
 def test_the_pool_is_updated_in_place(max_selected):
     S, P, g = (

@@ -1,0 +1,35 @@
+"""What several tests of common/ share."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from common import loop, metrics, run_dir, setup, tasks
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(config, fake): one call of loop.train in tmp_path/run; the records."""
+
+    def call(config, fake, reward=None):
+        """reward(rollout) -> [B]; by default random in {0, 1}, a function of the tokens."""
+
+        def by_tokens(rollout):
+            return (rollout.tokens_BT.sum(1) % 2).astype(np.float32)
+
+        def build(config, *, vocab_size, stop_ids):
+            return fake.parts()
+
+        monkeypatch.setattr(setup, "LEARNER", "fake_backend")
+        monkeypatch.setitem(sys.modules, "fake_backend", types.SimpleNamespace(build=build))
+        monkeypatch.setattr(
+            tasks, "score", lambda task, rollout, pool: (reward or by_tokens)(rollout)
+        )
+        fake.path = tmp_path / "run"
+        with run_dir.open_run(fake.path, config, "train") as run:
+            loop.train(config, run)
+        return metrics.read_metrics(fake.path)
+
+    return call

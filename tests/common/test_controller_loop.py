@@ -1,0 +1,83 @@
+"""The controller in the loop: what it decides about, refusals, and the same record after a stop."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from common import metrics, schedule
+from common.errors import UserError
+from common.types import Replay
+from tests.common.fake_backend import Fake, make_config
+
+
+def controlled(**rollout):
+    """(config, fake): alpha is 1 where the schedule says k = 3 or more, else 0.3."""
+    config = make_config(num_steps=8, rollout=rollout, grpo={"baseline": "greedy"})
+    watched = dataclasses.replace(
+        config.mismatch, controller=True, budgets=(1, 2, 3, 6), num_rows=8, controller_patience=3
+    )
+    config = dataclasses.replace(config, mismatch=watched)
+    fake = Fake(config)
+
+    def replay(rollout, rows, schedule, *, temperature=None):
+        logp = rollout.logp_sparse_BT[rows]
+        k = np.broadcast_to(schedule.budgets_at(np.arange(logp.shape[1])), logp.shape)
+        return Replay(rows=rows, alpha_BT=np.where(k >= 3, 1.0, 0.3), logp_replay_BT=logp)
+
+    fake.replay = replay
+    return config, fake
+
+
+def test_the_controller_decides_about_the_next_rollout_and_goes_on_after_a_stop(train, tmp_path):
+    config, fake = controlled()
+    whole = metrics.comparable(train(config, fake))
+    used = [call["schedule"].budgets for call in fake.calls]
+    assert used[::2] == used[1::2]  # rollout and greedy baseline
+    bin_ = whole[0]["bins"][0]["bin"]
+    assert [budgets[bin_] for budgets in used[::2]] == [1, 2, 3, 3, 3, 3, 3, 3]
+    assert [r["bins"][0]["k"] for r in whole] == [1, 2, 3, 3, 3, 3, 3, 3]
+    assert whole[0]["controller/changes"] > 0 and whole[7]["controller/changes"] == 0
+    assert "100.0% of its tokens under tau=0.86" in whole[0]["controller/moves"][0]
+    kept = (fake.path / "schedule-adapted.json").read_bytes()
+    adapted = schedule.load(fake.path / "schedule-adapted.json", page_size=4)
+    assert adapted.budgets[bin_] == 3
+    assert json.loads((fake.path / "schedule.json").read_text())["bins"][0]["k"] == 1
+    (tmp_path / "run").rename(tmp_path / "whole")
+
+    config, fake = controlled()
+    save = fake.save
+    for stop_at in (2, 5):
+
+        def stop(step, extra, stop_at=stop_at):
+            if step == stop_at:
+                raise KeyboardInterrupt
+            save(step, extra)
+
+        fake.save = stop
+        with pytest.raises(KeyboardInterrupt):
+            train(config, fake)
+    fake.save = save
+    assert metrics.comparable(train(config, fake)) == whole
+    assert (fake.path / "schedule-adapted.json").read_bytes() == kept
+    fake.saved[-1][1]["controller"]["bins"][0]["rung"] = 3  # the checkpoint's state is what counts
+    train(dataclasses.replace(config, num_steps=9), fake)
+    assert fake.calls[-1]["schedule"].budgets[0] == 6
+
+
+def test_without_a_controller_the_schedule_stays(train):
+    config, fake = controlled()
+    off = dataclasses.replace(config.mismatch, controller=False)
+    records = train(dataclasses.replace(config, mismatch=off), fake)
+    assert {call["schedule"].budgets for call in fake.calls} == {(1,)}
+    assert not any(key.startswith("controller/") for r in records for key in r)
+    assert not (fake.path / "schedule-adapted.json").exists()
+    assert "controller" not in fake.saved[-1][1]
+
+
+def test_a_controller_without_a_sparse_schedule_is_refused_before_anything_is_built(train):
+    config, fake = controlled(schedule="dense")
+    with pytest.raises(UserError, match="set mismatch.controller=False") as error:
+        train(config, fake)
+    assert "\n" not in str(error.value) and fake.log == []
