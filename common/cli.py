@@ -145,7 +145,10 @@ def help_text(command: Command) -> str:
             ("--config.a.b", "one setting of it, e.g. --config.rollout.temperature=0.8"),
         ]
     flags_of.append(("--debug", "show the traceback of every error"))
-    return "\n".join(lines + [f"  {name:<14} {text}" for name, text in flags_of])
+    for name, text in flags_of:
+        first, rest = f"  {name:<14} ", " " * 17
+        lines += textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=rest)
+    return "\n".join(lines)
 
 
 def _help(names: list[str]) -> None:

@@ -326,15 +326,18 @@ COMMANDS: dict[str, Command] = {
             summary="measure the acceptance rate by budget and length",
             text="Samples with each budget in mismatch.budgets, replays the same tokens "
             "densely, and writes statistics of alpha = sum_v min(p_dense, p_sparse) "
-            "per length bin as JSON.",
+            "per length bin as JSON. With --replay: on given text, every position, nothing "
+            "sampled, e.g. sparrow profile --model=DIR --replay=FILE --bin_tokens=512 "
+            "--topk=4,12,29,61 --out=profile.json. A stopped profile goes on where it was.",
             example="sparrow profile --config=configs/demo.py --model=runs/warmup/model "
             "--out=runs/profile.json",
+            resumes=True,
             run=_profile,
             flags=(
                 _MODEL,
                 Flag(
                     name="out",
-                    help="profile to write, JSON; with --replay a page .html beside it",
+                    help="profile to write, JSON; a page .html goes beside it",
                     required=True,
                 ),
                 Flag(
@@ -359,7 +362,7 @@ COMMANDS: dict[str, Command] = {
                 Flag(
                     name="policy",
                     help="how pages are chosen in the replay: mean (as in decode; "
-                    "the default), quest, window, random, oracle; several, e.g. mean,quest,"
+                    "the default), quest, window, random, oracle; several, e.g. mean,quest, "
                     "are compared at equal bytes and written to OUT-POLICY.json",
                 ),
                 Flag(

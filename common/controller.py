@@ -31,7 +31,8 @@ import numpy as np
 
 from common.config import Config
 from common.errors import UserError
-from common.schedule import DENSE, Schedule, quantile_name
+from common.profile_file import quantile_name
+from common.schedule import DENSE, Schedule
 from common.tail_share import Share
 
 ADAPTED = "schedule-adapted.json"
