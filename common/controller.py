@@ -154,7 +154,6 @@ class Controller:
         c = self._config
         falling: dict[int, float] = {}
         calm: list[int] = []
-        decay = 1 - 1 / c.controller_window
         low, high = mask & (alpha < c.tau), mask & (alpha < c.tau + c.controller_margin)
         for b, state in enumerate(self.bins):
             span = slice(b * c.bin_tokens, (b + 1) * c.bin_tokens)
@@ -162,6 +161,9 @@ class Controller:
             if not n_B.any():
                 continue
             state.age += 1
+            # A bin that few responses reach remembers more steps, until min_tokens are together.
+            enough = (c.min_tokens + 1 - n_B.sum()) / state.low.wn if state.low.wn else 1.0
+            decay = float(np.clip(enough, 1 - 1 / c.controller_window, 1.0))
             state.low = state.low.add(n_B, low_B, decay)
             state.high = state.high.add(n_B, high_B, decay)
             tests = (state.low, POOL_Z), (Share().add(n_B, low_B, 0.0), STEP_Z)

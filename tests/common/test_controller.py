@@ -181,6 +181,20 @@ def test_bins_that_never_had_tokens_hold_no_later_one_up():
     assert controller.schedule.budgets == (8, 8, 8, 16)
 
 
+@pytest.mark.parametrize(("p5", "budget"), [(0.5, 24), (0.999, 4)])
+def test_a_bin_that_few_responses_reach_is_judged_when_its_tokens_are_together(p5, budget):
+    """Ten tokens of one row a step: 80 in a window of 8 steps, min_tokens is 100."""
+    controller = Controller(config_of(2), start_of(4, 16))
+    rng = np.random.default_rng(0)
+    mask = np.zeros((8, 2 * WIDTH), bool)
+    mask[0, WIDTH : WIDTH + 10] = True
+    for step in range(60):
+        assert controller.schedule.budgets[1] == 16 or step > 8  # nothing is said before
+        now = 0.87 if controller.schedule.budgets[1] >= 24 else p5
+        controller.update(draw(now, rng, tokens=2 * WIDTH), np.roll(mask, step, 0))
+    assert controller.schedule.budgets == (4, budget)
+
+
 @pytest.mark.parametrize("last", [32, DENSE])
 def test_a_bin_that_is_helped_in_this_step_blames_no_other(last):
     controller = Controller(config_of(3), start_of(8, 32, last))
