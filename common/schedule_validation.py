@@ -88,7 +88,7 @@ def describe(validation: Mapping[str, Any], profile: Mapping[str, Any]) -> list[
         bins, unjudged = direction["bins"], direction["unjudged_bins"]
         held = sum(entry["holds"] for entry in bins)
         dense = sum(entry["k"] == "dense" for entry in bins)
-        text = f"found on half {direction['found_on']} of the prompts, judged on the other: "
+        text = f"found on half {direction['found_on']} of the sequences, judged on the other: "
         text += f"{held} of {len(bins)} bins hold {name} >= {tau:g}"
         text += f" ({dense} of them dense)" if dense else ""
         if held < len(bins):

@@ -24,7 +24,7 @@ def test_halves_that_agree_hold_everywhere():
     assert [[b["k"] for b in d["bins"]] for d in v["directions"]] == [[4, 8], [4, 8]]
     lines = describe(v, profile(SOBER))
     assert lines[0] == (
-        "found on half A of the prompts, judged on the other: 2 of 2 bins hold p5 >= 0.9"
+        "found on half A of the sequences, judged on the other: 2 of 2 bins hold p5 >= 0.9"
     )
     assert json.loads(json.dumps(v, allow_nan=False)) == v
 
