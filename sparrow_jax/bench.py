@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +22,6 @@ from flax import nnx
 from jax import lax
 
 from common.config import ModelConfig
-from common.run_dir import atomic_write_text
 from kernels_pallas import reference as ops
 from sparrow_jax import cache as kv_cache
 from sparrow_jax.model import Decoder
@@ -51,11 +48,9 @@ class Shape:
     repeats: int = 11
 
 
-def main(flags: Mapping[str, Any]) -> None:
-    """Run and print; --out=FILE also writes the numbers as JSON."""
-    result = run(QWEN3_06B, Shape(), print)
-    if flags.get("out"):
-        atomic_write_text(Path(flags["out"]), json.dumps(result, indent=1) + "\n")
+def main() -> dict[str, Any]:
+    """Run and print; the numbers."""
+    return run(QWEN3_06B, Shape(), print)
 
 
 def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]:

