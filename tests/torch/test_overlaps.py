@@ -5,7 +5,8 @@ import functools
 import numpy as np
 import pytest
 
-from common import mismatch, oracles, policies
+from common import cli, mismatch, oracles, policies
+from common.profile_file import load_profile
 from kernels_pallas import reference
 from sparrow_jax import backend as in_jax
 from sparrow_torch import backend as in_torch
@@ -155,4 +156,19 @@ def test_kernels_that_cannot_run_here_are_refused_in_one_line(scorers, tmp_path)
             backend.build_scorer(config)
 
 
-assert T <= CONTEXT
+def test_both_engines_write_the_same_profile(scorers, tmp_path):
+    model = tiny_model.write(tmp_path / "model")
+    ids = tiny_model.write_ids(tmp_path / "ids.json", T)
+    found = []
+    for engine in BACKENDS:
+        out = tmp_path / f"{engine}.json"
+        line = f"profile --model={model} --replay={ids} --topk={K},99 --bin_tokens=20 --out={out} "
+        line += f"--config.rollout.page_size={PAGE} --config.rollout.num_dense_layers=1 "
+        line += f"--config.rollout.engine={engine} --max_tokens={CONTEXT} --estimate=20"
+        assert cli.main(line.split()) == 0
+        found.append(load_profile(out))
+    (a, b), rows = found, [profile["rows"] + profile["topk"] for profile in found]
+    for mine, other in zip(*rows, strict=True):
+        assert mine == pytest.approx(other, abs=2e-5)
+    assert a["rows"][1]["p5"] < 0.95 and a["source"] == b["source"]
+    assert (set(a["versions"]), set(b["versions"])) == ({"numpy", "jax"}, {"numpy", "torch"})
