@@ -72,7 +72,8 @@ def build_scorer(config: Config) -> tuple[JaxScorer, ModelConfig, str]:
     params = sharding.shard_params(params, sharding.make_mesh(config.learner.mesh))
     scorer.load_weights(params, 0)
     device = jax.devices()[0]
-    where = f"jax {jax.__version__} on {device.platform}, {math.prod(config.learner.mesh)} device"
+    num = math.prod(config.learner.mesh)
+    where = f"jax {jax.__version__} on {device.platform}, {num} device{'s' * (num > 1)}"
     return scorer, geometry, f"{where}, {jnp.dtype(dtype).name}"
 
 

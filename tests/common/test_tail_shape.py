@@ -89,6 +89,7 @@ def test_description_of_known_tokens():
     assert got["count"] == 2000 and got["share_below"] == tail.mean()
     assert got["edges"] == EDGES.tolist() and sum(got["counts"]) == 2000
     assert got["counts"][-1] == (~tail).sum()
+    assert (got["beta_a"], got["beta_b"], got["ks"]) == fit_beta(alpha[tail] / SAME)
     assert got["beta_a"] == pytest.approx(4, rel=0.2) and got["ks"] < 0.06
     assert got["variance"] == pytest.approx(SAME**2 * 4 / (25 * 6), rel=0.15)  # ab/(a+b)^2(a+b+1)
     assert abs(got["pearson_alpha"]) < 0.1

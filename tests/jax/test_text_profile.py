@@ -150,6 +150,20 @@ def test_policies_get_files_of_their_own(profile, tmp_path, capsys):
     assert "halves" not in alone, "one sequence has no halves"
 
 
+def test_other_policies_read_the_same_bytes_not_the_same_pages(profile, model, tmp_path):
+    """window keeps no vector to choose by: from 8 pages on that is one more page of 8 vectors."""
+    assert profile("--policy=window", topk="2") == 0
+    found = [row["mean"] for row in load_profile(tmp_path / "p.json")["rows"]]
+    scorer, _, _ = build_scorer(tiny_model.config(model))
+    ids = tiny_model.tokens(1, 130)[:, :T]
+    budgets = [np.where(np.arange(T) >= 28, 3, 2), np.full(T, 2)]
+    equal, plain = scorer.overlaps(
+        ids, np.zeros(1, int), map(np.int32, budgets), np.float32(1), policy="window"
+    )
+    assert found[1] == pytest.approx(equal.alpha_BT[0, BIN:].mean(), abs=1e-5)
+    assert abs(found[1] - plain.alpha_BT[0, BIN:].mean()) > 1e-3
+
+
 def test_text_goes_through_the_tokenizer(profile, model, tmp_path):
     """The rows are those of its ids."""
     from tokenizers import Tokenizer
