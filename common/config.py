@@ -272,7 +272,9 @@ class MismatchConfig(_Checked):
         "failed waits 4, 8, 16 ... 64 times as long before it is tried again",
     )
     controller_window: int = setting(
-        8, "replayed steps that a bin's estimate remembers (decay 1 - 1/window); 1 = the last alone"
+        8,
+        "replayed steps that a bin's estimate remembers (decay 1 - 1/window), more for a bin with "
+        "fewer than min_tokens in them; 1 = the last alone",
     )
 
     def validate(self) -> None:

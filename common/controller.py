@@ -13,7 +13,8 @@ each exact replay, for every bin that had tokens (q = quantile, tau, margin: con
 * A dense bin can fail as well: the keys that it reads were written by sparse bins. Then the last
   bin before it that is not dense goes up. If nothing helps, all is dense, and alpha is 1.
 * If the starting schedule never falls with length, no adapted one does: later bins go up with an
-  earlier one (those without tokens have no other way to learn of it), and come down after it.
+  earlier one (those without tokens have no other way to learn of it), and come down after it. Bins
+  that never had tokens (of the shortest prompts) hold no later one up: they come down with it.
 
 Estimates and their uncertainty: common/tail_share.py. Source of tau and the bins: arXiv 2606.08446,
 section 4; the controller itself is ours.
@@ -33,7 +34,7 @@ from common.config import Config
 from common.errors import UserError
 from common.profile_file import quantile_name
 from common.schedule import DENSE, Schedule
-from common.tail_share import Share
+from common.tail_share import MIN_SEQUENCES, Share
 
 ADAPTED = "schedule-adapted.json"
 """File of the adapted schedule in the run directory, renewed with each checkpoint."""
@@ -83,7 +84,11 @@ class Controller:
         ]
         self._reasons: dict[int, str] = {}
         if state is not None:
-            assert state["ladder"] == self.ladder, "a checkpoint of another configuration"
+            if state["ladder"] != self.ladder or len(state["bins"]) != len(self.bins):
+                raise UserError(
+                    "the run's checkpoint has a controller of other budgets or another schedule; "
+                    "set rollout.schedule and mismatch.budgets back, or name a new run"
+                )
             self.bins = [
                 Bin(**{**b, "low": Share(**b["low"]), "high": Share(**b["high"])})
                 for b in state["bins"]
@@ -149,7 +154,6 @@ class Controller:
         c = self._config
         falling: dict[int, float] = {}
         calm: list[int] = []
-        decay = 1 - 1 / c.controller_window
         low, high = mask & (alpha < c.tau), mask & (alpha < c.tau + c.controller_margin)
         for b, state in enumerate(self.bins):
             span = slice(b * c.bin_tokens, (b + 1) * c.bin_tokens)
@@ -157,6 +161,9 @@ class Controller:
             if not n_B.any():
                 continue
             state.age += 1
+            # A bin that few responses reach remembers more steps, until min_tokens are together.
+            enough = (c.min_tokens + 1 - n_B.sum()) / state.low.wn if state.low.wn else 1.0
+            decay = float(np.clip(enough, 1 - 1 / c.controller_window, 1.0))
             state.low = state.low.add(n_B, low_B, decay)
             state.high = state.high.add(n_B, high_B, decay)
             tests = (state.low, POOL_Z), (Share().add(n_B, low_B, 0.0), STEP_Z)
@@ -186,8 +193,10 @@ class Controller:
         """One rung up for a falling bin, or for the last one before it that is not dense."""
         c, top = self._config, len(self.ladder) - 1
         reason = f"{share:.1%} of its tokens under tau={c.tau:g}"
+        if b in self._reasons:
+            return
         at = b
-        while at >= 0 and self.bins[at].rung == top:
+        while at >= 0 and self.bins[at].rung == top and at not in self._reasons:
             at -= 1
         if at < b:
             self.bins[b].restart()
@@ -206,7 +215,8 @@ class Controller:
     def _lower(self, b: int) -> None:
         """One rung down for a calm bin, unless that rung must wait or the bin before it forbids."""
         c, state = self._config, self.bins[b]
-        floor = self.bins[b - 1].rung if self._monotone and b else 0
+        before = range(b) if self._monotone else ()
+        floor = max((self.bins[a].rung for a in before if self.bins[a].age), default=0)
         if b in self._reasons or state.rung <= floor or state.age < state.retry[state.rung - 1]:
             return
         state.rung -= 1
@@ -214,6 +224,10 @@ class Controller:
         self._reasons[b] = (
             f"{state.high.share:.1%} of its tokens under {high:g}, calm for {state.calm} steps"
         )
+        for a in before:
+            if self.bins[a].rung > state.rung:
+                self.bins[a].rung = state.rung
+                self._reasons[a] = "never had tokens: no more than the bins after it"
 
     def _moves(self, before: Sequence[int], after: Sequence[int]) -> list[str]:
         """Changes in words: positions, old and new k, reason; neighbours with the same in one."""
@@ -226,6 +240,24 @@ class Controller:
                 k = " -> ".join("dense" if k == DENSE else str(k) for k in change)
                 moves.append(f"{bins[0] * width}-{(bins[-1] + 1) * width}: k {k} ({reason})")
         return moves
+
+
+def open_controller(
+    config: Config, start: Schedule | None, extra: Mapping[str, Any] | None
+) -> Controller | None:
+    """The controller of a run whose newest checkpoint keeps `extra` (None = none yet), if it is on.
+
+    UserError if that checkpoint is of a run without a controller, or with another one.
+    """
+    if not config.mismatch.controller:
+        return None
+    if extra and "controller" not in extra:
+        raise UserError(
+            "mismatch.controller=True: the run's checkpoint was written without a controller; "
+            "set it to False to go on, or name a new run"
+        )
+    assert start is not None, "check_controller comes first"
+    return Controller(config, start, extra and extra["controller"])
 
 
 def check_controller(config: Config, start: Schedule | None) -> None:
@@ -242,6 +274,13 @@ def check_controller(config: Config, start: Schedule | None) -> None:
         raise UserError(
             "mismatch.controller=True with mismatch.every=0: the controller lives on the exact "
             "replay; set mismatch.every=1, or mismatch.controller=False"
+        )
+    rows = min(c.num_rows, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
+    if rows * (2 * c.controller_window - 1) < MIN_SEQUENCES:
+        raise UserError(
+            f"mismatch.controller=True with mismatch.num_rows={c.num_rows} and "
+            f"mismatch.controller_window={c.controller_window}: {rows} rows tell nothing about the "
+            "spread between rows; set mismatch.num_rows=8"
         )
     if len(start.budgets) > 1 and start.bin_tokens % c.bin_tokens:
         raise UserError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import operator
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,18 @@ from typing import Any
 
 import numpy as np
 
+LARGEST = 2**31 - 1
+"""Of an integer without another limit: a count or length that arrays and sums have room for."""
+
 
 def integer(value: Any, what: str, low: int, high: int | None = None) -> int:
-    """`value` as int; bools, floats and numbers outside [low, high] raise ValueError."""
+    """`value` as int; bools, floats and numbers outside [low, high] raise ValueError.
+
+    high None: LARGEST.
+    """
     limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    if high is None and isinstance(value, int) and value > LARGEST:
+        limit = f"at most {LARGEST}"
     message = f"{what}={value!r}: expected an integer {limit}"
     if isinstance(value, bool | np.bool_):
         raise ValueError(message)
@@ -23,7 +30,7 @@ def integer(value: Any, what: str, low: int, high: int | None = None) -> int:
         number = operator.index(value)
     except TypeError:
         raise ValueError(message) from None
-    if number < low or (high is not None and number > high):
+    if not low <= number <= (LARGEST if high is None else high):
         raise ValueError(message)
     return number
 
@@ -31,7 +38,7 @@ def integer(value: Any, what: str, low: int, high: int | None = None) -> int:
 def number(value: Any, what: str, low: float, high: float) -> float:
     """`value` as float in [low, high], else ValueError; bools and NaN are refused."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or math.isnan(value) or not low <= value <= high:
+    if not plain or not low <= value <= high:
         raise ValueError(f"{what}={value!r}: expected a number in [{low:g}, {high:g}]")
     return float(value)
 
@@ -62,7 +69,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError names the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
         raise ValueError(f"{path}: not a JSON file ({error})") from None
     except RecursionError:
         raise ValueError(f"{path}: not a usable JSON file (nested too deeply)") from None

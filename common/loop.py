@@ -22,7 +22,7 @@ import numpy as np
 from common import batching, corrections, evaluation, grpo, metrics, noise, rollout_stats, tasks
 from common.alarms import Watch
 from common.config import Config
-from common.controller import ADAPTED, Controller, check_controller
+from common.controller import ADAPTED, Controller, check_controller, open_controller
 from common.corrections import Correction
 from common.errors import UserError
 from common.progress import Progress
@@ -48,9 +48,7 @@ def train(config: Config, run: RunDir) -> None:
         step, version = (extra["step"], extra["version"]) if extra else (0, 0)
         push(parts, version)
         announce(parts, run, step)
-        controller = None
-        if config.mismatch.controller:
-            controller = Controller(config, parts.schedule, extra and extra["controller"])
+        controller = open_controller(config, parts.schedule, extra)
         writer = metrics.MetricsWriter(
             run.path,
             resume_step=step,

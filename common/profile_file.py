@@ -14,6 +14,7 @@ PROFILE_FORMAT = "sparrow-profile-1"
 _REQUIRED = ("format", "model", "page_size", "bin_tokens", "quantiles", "rows")
 _TEXTS, _LISTS = ("source", "interval", "policy"), ("shape", "topk")
 _OPTIONAL = ("versions", "summary", "halves", *_TEXTS, *_LISTS)
+MAX_BINS = 2**16
 _ROW = ("k", "bin", "start", "end", "count", "num_sequences", "enough")
 
 
@@ -52,6 +53,9 @@ def check_profile(data: Mapping[str, Any], where: str = "profile") -> None:
                 raise ValueError(
                     f"{where}: {name}: expected {what}, got {type(data[name]).__name__}"
                 )
+    versions = data.get("versions", {})
+    if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
+        raise ValueError(f"{where}: versions={versions!r}: expected an object of strings")
     names = [quantile_name(number(q, f"{where}: quantiles", 0, 1)) for q in data["quantiles"]]
     _check_rows(data["rows"], names, width, f"{where}: rows")
     halves = data.get("halves")
@@ -73,7 +77,7 @@ def _check_rows(rows: Any, quantiles: Sequence[str], width: int, where: str) -> 
         at = f"{where}[{i}]"
         keys(row, list(dict.fromkeys([*_ROW, *values])), at)
         k = row["k"] if row["k"] == "dense" else integer(row["k"], f"{at}.k", 0, DENSE)
-        b = integer(row["bin"], f"{at}.bin", 0)
+        b = integer(row["bin"], f"{at}.bin", 0, MAX_BINS - 1)
         if (row["start"], row["end"]) != (b * width, (b + 1) * width) or (k, b) in seen:
             raise ValueError(f"{at}: bin {b} of k={k} is stated twice or not {width} tokens wide")
         seen.add((k, b))

@@ -9,7 +9,7 @@ import pytest
 from common import controller as module
 from common import schedule as schedules
 from common.config import MismatchConfig
-from common.controller import Controller, check_controller
+from common.controller import Controller, check_controller, open_controller
 from common.errors import UserError
 from common.paged_engine import plan_budgets
 from common.schedule import DENSE
@@ -170,6 +170,40 @@ def test_a_bin_comes_down_after_the_bin_before_it():
     assert free.schedule.budgets == (24, 4)  # the smallest rung, and no less
 
 
+def test_bins_that_never_had_tokens_hold_no_later_one_up():
+    controller = Controller(config_of(), start_of(16, 16, 16, 16))
+    for seed in range(30):  # prompts fill bin 0
+        values = step(controller, None, 0.99, 0.99, 0.87, seed=seed)
+        told = values.get("controller/moves", [])
+        assert not told or told[0].startswith("0-64: ") and "never had tokens" in told[0]
+    assert controller.schedule.budgets == (4, 4, 4, 16)
+    step(controller, 0.3, 0.99, 0.99, 0.87)  # a short prompt: what it teaches holds at once
+    assert controller.schedule.budgets == (8, 8, 8, 16)
+
+
+@pytest.mark.parametrize(("p5", "budget"), [(0.5, 24), (0.999, 4)])
+def test_a_bin_that_few_responses_reach_is_judged_when_its_tokens_are_together(p5, budget):
+    """Ten tokens of one row a step: 80 in a window of 8 steps, min_tokens is 100."""
+    controller = Controller(config_of(2), start_of(4, 16))
+    rng = np.random.default_rng(0)
+    mask = np.zeros((8, 2 * WIDTH), bool)
+    mask[0, WIDTH : WIDTH + 10] = True
+    for step in range(60):
+        assert controller.schedule.budgets[1] == 16 or step > 8  # nothing is said before
+        now = 0.87 if controller.schedule.budgets[1] >= 24 else p5
+        controller.update(draw(now, rng, tokens=2 * WIDTH), np.roll(mask, step, 0))
+    assert controller.schedule.budgets == (4, budget)
+
+
+@pytest.mark.parametrize("last", [32, DENSE])
+def test_a_bin_that_is_helped_in_this_step_blames_no_other(last):
+    controller = Controller(config_of(3), start_of(8, 32, last))
+    values = step(controller, 0.87, 0.3, 0.3)
+    assert controller.schedule.budgets == (8, DENSE, DENSE)  # bin 0 is right at 8
+    assert values["controller/moves"][0].startswith("64-128: k 32 -> dense (")
+    assert controller.bins[0].fails == [0] * len(controller.ladder)
+
+
 @pytest.mark.parametrize(
     ("rows", "changes"), [({"rows": 2}, {}), ({"rows": 8}, {"min_tokens": 10_000})]
 )
@@ -273,6 +307,7 @@ def test_student(z, df, exact):
         ({}, start_of(DENSE, DENSE), "a dense rollout has no budget"),
         ({"every": 0}, start_of(8), "set mismatch.every=1"),
         ({"bin_tokens": 48}, start_of(8, 16), "no multiple of mismatch.bin_tokens=48"),
+        ({"num_rows": 2, "controller_window": 1}, start_of(8), "2 rows tell nothing"),
     ],
 )
 def test_refused_in_one_line(change, schedule, words):
@@ -283,6 +318,21 @@ def test_refused_in_one_line(change, schedule, words):
     off = dataclasses.replace(config.mismatch, controller=False)
     check_controller(dataclasses.replace(config, mismatch=off), schedule)
     check_controller(config_of(), start_of(8, 16))
+
+
+def test_a_checkpoint_without_the_controller_or_of_another_one_is_refused_in_one_line():
+    state = Controller(config_of(), start_of(8)).state_dict()
+    assert open_controller(config_of(), start_of(8), {"controller": state}).state_dict() == state
+    assert open_controller(config_of(), start_of(8), None).schedule.budgets == (8,) * 4
+    assert open_controller(config_of(controller=False), None, {"step": 3}) is None
+    for start, extra, words in (
+        (start_of(8), {"step": 3}, "was written without a controller"),
+        (start_of(7), {"controller": state}, "other budgets or another schedule"),
+        (start_of(*[8] * 5), {"controller": state}, "other budgets or another schedule"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            open_controller(config_of(), start, extra)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from common import metrics, schedule
 from common.errors import UserError
-from common.types import Replay
+from common.types import Replay, Scored
 from tests.common.fake_backend import Fake, make_config
 
 
@@ -64,6 +64,43 @@ def test_the_controller_decides_about_the_next_rollout_and_goes_on_after_a_stop(
     fake.saved[-1][1]["controller"]["bins"][0]["rung"] = 3  # the checkpoint's state is what counts
     train(dataclasses.replace(config, num_steps=9), fake)
     assert fake.calls[-1]["schedule"].budgets[0] == 6
+
+
+def test_replays_every_second_step_and_a_lost_checkpoint_give_the_same_record(train, tmp_path):
+    def rare(num_steps):
+        config, fake = controlled()
+        watched = dataclasses.replace(config.mismatch, every=2)
+        return dataclasses.replace(
+            config, mismatch=watched, num_steps=num_steps, checkpoint_every=3
+        ), fake
+
+    config, fake = rare(8)
+    whole = metrics.comparable(train(config, fake))
+    assert [r["bins"][0]["k"] for r in whole] == [1, 2, 2, 3, 3, 3, 3, 3]  # after steps 0 and 2
+    assert ["controller/changes" in r for r in whole] == [True, False] * 4
+    (tmp_path / "run").rename(tmp_path / "whole")
+    config, fake = rare(7)
+    train(config, fake)
+    assert [extra["step"] for _, extra in fake.saved] == [3, 6, 7]
+    del fake.saved[1:]  # the newest ones turned out damaged: goes on at step 3
+    fake.calls.clear()
+    assert metrics.comparable(train(rare(8)[0], fake)) == whole
+    assert fake.calls[0]["schedule"].budgets[1] == 3 and len(fake.calls) == 2 * 5
+
+
+def test_alarms_of_a_resumed_run_count_the_steps_before_it(train):
+    config, fake = controlled()
+    config = dataclasses.replace(config, num_steps=13)
+
+    def drifting(rollout, *, temperature=None):
+        logp = rollout.logp_sparse_BT
+        return Scored(logp_dense_BT=logp + (fake.version >= 10), entropy_BT=-logp)
+
+    fake.logprobs = drifting
+    assert not any("k3-KL" in a for r in train(config, fake) for a in r["alarms"])
+    records = train(dataclasses.replace(config, num_steps=16), fake)
+    told = [any("k3-KL rising" in a for a in r["alarms"]) for r in records]
+    assert told == [False] * 14 + [True] * 2  # the fifth step in a row, two of them after the stop
 
 
 def test_without_a_controller_the_schedule_stays(train):

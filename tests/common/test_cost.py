@@ -415,6 +415,11 @@ def test_reserved_pages_mean_fewer_rows_and_less_speedup(folder, capsys):
         ("--samples=0", "--samples=0: expected"),
         ("--chip=h300", "unknown chip"),
         ("--chips=0", "chips=0: expected"),
+        ("--chips=1" + 400 * "0", "expected an integer at most 2147483647"),
+        ("--samples=1" + 400 * "0", "expected an integer at most 2147483647"),
+        ("--lengths=o.json", "expected an integer at most 2147483647"),
+        ("--lengths=p.json", "p.json: not a JSON file"),
+        ("--schedule=q.json", "q.json: bin_tokens=1000"),
         ("--page_sizes=16,x", "expected numbers with commas"),
         ("--page_sizes=0", "--page_sizes=0: expected"),
         ("--kv_bytes=3", "--kv_bytes=3: expected 1"),
@@ -430,6 +435,10 @@ def test_mistakes_end_in_one_line(folder, capsys, change, part):
         "h": '{"edges": [0, 1]}', "i": '{"edges": [0, 1], "counts": [1, 1]}',
         "j": '{"edges": [0, 1], "counts": [-1]}', "k": "{", "l": '{"edges": [0, 1], "counts": [0]}',
         "n": '{"edges": [5, 1], "counts": [1]}',
+        "o": '{"edges": [0, 1], "counts": [1' + 400 * "0" + "]}",
+        "p": '{"edges": [0, 1], "counts": [1' + 5000 * "0" + "]}",
+        "q": '{"format": "sparrow-schedule-1", "page_size": 16, "bin_tokens": 1' + 30 * "0"
+             + ', "bins": [{"start": 0, "end": 64, "k": 4}]}',
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(text)
     given = "--model=qwen3-4b --schedule=k=64 --lengths=1000 "

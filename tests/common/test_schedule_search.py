@@ -224,6 +224,13 @@ def test_profile_files(tmp_path):
         (lambda p: p["halves"][0]["rows"][0].update(start=1), r"halves\[0\].rows\[0\]: bin 0"),
         (lambda p: p.update(source=["a"]), "source: expected a string, got list"),
         (lambda p: p.update(topk={}), "topk: expected a list, got dict"),
+        (lambda p: p.update(versions=5), "versions=5: expected an object of strings"),
+        (lambda p: p.update(versions={"numpy": float("nan")}), "expected an object of strings"),
+        (lambda p: p.update(page_size=2**31), "page_size=2147483648: expected an integer at most"),
+        (lambda p: p.update(bin_tokens=10**30), "bin_tokens=10+: expected an integer at most"),
+        (lambda p: p["rows"][1].update(p5=10**400), "p5=10+: expected a number in"),
+        (lambda p: p["rows"][1].update(p5=float("nan")), "p5=nan: expected a number in"),
+        (lambda p: p["rows"][1].update(bin=10**9), r"bin=10+: expected an integer in \[0, 65535"),
     ]:
         data = json.loads(json.dumps(profile(TABLE, halves=(TABLE, TABLE))))
         change(data)

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from common import mismatch
+from common.config import Config
+from common.profile_file import check_profile
+from common.profile_rows import Measured, Profile
 from common.schedule_validation import describe, validate
 from tests.common.profile_tables import TABLE, profile
 
@@ -111,3 +114,20 @@ def test_halves_of_measured_rows(bad, held):
     v = validate(p, **HOW)
     assert v["share_held"] == held
     assert v["worst_shortfall"] == pytest.approx(0.5 if bad else 0.0)
+
+
+def test_a_profile_leaves_prompts_out():
+    """Rows 1 and 3, all of half 1, are worse: half 0 shows none of it, the whole shows both."""
+    alpha_BT = np.repeat([[0.99], [0.5], [0.99], [0.6]], 200, axis=1)
+    mask_BT, half_B = np.ones((4, 200), bool), np.array([0, 1, 0, 1])
+    content = Profile(Config(), model="m", source="s", policy="mean")
+    content.add(Measured(k=4, alpha_BT=alpha_BT, mask_BT=mask_BT, half_B=half_B))
+    record = content.record()
+    check_profile(record)
+    found = [part["rows"][0] for part in (record, *record["halves"])]
+    assert [row["p5"] for row in found] == [0.5, 0.99, 0.5]
+    assert [row["count"] for row in found] == [800, 400, 400]
+    assert [row["num_sequences"] for row in found] == [4, 2, 2]
+    single = Profile(Config(), model="m", source="s", policy="mean")
+    single.add(Measured(k=4, alpha_BT=alpha_BT[:1], mask_BT=mask_BT[:1]))
+    assert "halves" not in single.record()
