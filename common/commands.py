@@ -146,6 +146,8 @@ def _profile(arguments: Arguments) -> None:
         if flags[flag] is not None:
             extra[name] = flags[flag]
     out = _output_file("out", flags["out"])
+    if out.suffix == ".html":
+        raise UserError(f"--out={out}: name the .json; the page .html goes beside it")
     text_only = {"max_tokens": 4096, "sequences": 1, "policy": "mean", "estimate": 0}
     given = {name: flags[name] for name in text_only if flags[name] is not None}
     if not flags["replay"]:

@@ -178,6 +178,7 @@ def decoder_forward(
     budgets: Budgets | None = None,
     page_size: int = 16,
     num_dense_layers: int = 2,
+    policy: str = "mean",
 ) -> np.ndarray:
     """Logits [T, V] of a whole decoder; row t is the distribution of the token at t + 1.
 
@@ -186,7 +187,8 @@ def decoder_forward(
     (the last two only with qk_norm, applied before RoPE). Pre-norm: x += attn(norm(x));
     x += down(silu(gate(h)) * up(h)), h = norm(x).
     With budgets, queries at positions >= prompt_len of layers >= num_dense_layers read only their
-    selected pages (the replay of a sparse decode). ValueError for budgets without prompt_len.
+    selected pages (the replay of a sparse decode), chosen by a policy of common/policies.py.
+    ValueError for budgets without prompt_len.
     """
     if budgets is not None and prompt_len is None:
         raise ValueError(
@@ -196,7 +198,8 @@ def decoder_forward(
     x_TD = w["embed_VD"][np.asarray(tokens_T)]
     for layer in range(geometry.num_layers):
         sparse = budgets if layer >= num_dense_layers else None
-        x_TD = x_TD + _attention_block(w, geometry, layer, x_TD, prompt_len or 0, sparse, page_size)
+        rule = {"budgets": sparse, "page_size": page_size, "policy": policy}
+        x_TD = x_TD + _attention_block(w, geometry, layer, x_TD, prompt_len=prompt_len or 0, **rule)
         h_TD = rms_norm(x_TD, w["mlp_norm_LD"][layer], geometry.norm_eps)
         gate_TF = h_TD @ w["gate_LDF"][layer]
         up_TF = h_TD @ w["up_LDF"][layer]
@@ -205,7 +208,7 @@ def decoder_forward(
     return x_TD @ w.get("head_VD", w["embed_VD"]).T
 
 
-def _attention_block(w, geometry, layer, x_TD, prompt_len, budgets, page_size) -> np.ndarray:
+def _attention_block(w, geometry, layer, x_TD, **rule) -> np.ndarray:
     h_TD = rms_norm(x_TD, w["attn_norm_LD"][layer], geometry.norm_eps)
     q = np.einsum("td,dnh->tnh", h_TD, w["q_LDNH"][layer])
     k = np.einsum("td,dkh->tkh", h_TD, w["k_LDKH"][layer])
@@ -215,6 +218,6 @@ def _attention_block(w, geometry, layer, x_TD, prompt_len, budgets, page_size) -
         k = rms_norm(k, w["k_norm_LH"][layer], geometry.norm_eps)
     positions = np.arange(len(x_TD))
     q, k = rope(q, positions, geometry.rope_theta), rope(k, positions, geometry.rope_theta)
-    visible = replay_mask(q, k, prompt_len=prompt_len, budgets=budgets, page_size=page_size)
+    visible = replay_mask(q, k, **rule)
     out, _ = attention(q, k, v, visible)
     return np.einsum("tnh,nhd->td", out, w["o_LNHD"][layer])

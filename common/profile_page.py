@@ -12,6 +12,7 @@ from common.run_dir import atomic_write_text
 
 TAU = 0.86
 """Drawn as a line: the paper's threshold."""
+TICKS = ("0", "0.25", "0.5", "0.75", "0.95", "0.999")
 
 
 def write(profile: Mapping[str, Any], out: Path, summary: Sequence[str] = ()) -> None:
@@ -68,18 +69,22 @@ def _mean_and_tail(profile):
 
 
 def _histograms(profile):
+    """Bars of one width: to scale, the one above 0.999 (most tokens) would be a hair."""
     for shape in profile["shape"]:
-        if shape["k"] == "dense":
+        if shape["k"] == "dense" or not shape["count"]:
             continue
-        total = max(shape["count"], 1)
-        edges, shares = shape["edges"], [c / total for c in shape["counts"]]
+        edges, shares = shape["edges"], [c / shape["count"] for c in shape["counts"]]
+        ticks = {i: f"{e:g}" for i, e in enumerate(edges) if f"{e:g}" in TICKS}
         with plots.Canvas(f"alpha at k = {shape['k']}") as figure:
-            width = [b - a for a, b in zip(edges, edges[1:], strict=False)]
-            figure.axes.bar(edges[:-1], shares, width, align="edge", color=plots.COLORS[0])
+            look = {"color": plots.COLORS[0], "edgecolor": plots.PAPER, "linewidth": 1}
+            figure.axes.bar(range(len(shares)), shares, 1, align="edge", **look)
+            figure.axes.set_xticks(list(ticks), list(ticks.values()))
+            figure.axes.grid(False, axis="x")
             figure.axes.set_yscale("log")
             figure.axes.set_xlabel("acceptance rate alpha")
             figure.unit("share of tokens, logarithmic")
-        below = f"{shape['share_below']:.1%} of {shape['count']:,} tokens are below 0.999."
+        below = f"{shape['share_below']:.1%} of {shape['count']:,} tokens are below 0.999; the "
+        below += "last two bars stand for 0.99 to 0.999 and for what is above."
         yield figure.svg, below
 
 

@@ -47,6 +47,11 @@ def search(
     Source: arXiv 2606.08446, section 4.
     """
     check_profile(profile)
+    if profile.get("policy", "mean") != "mean":
+        raise ValueError(
+            f"{_title(profile)}: was measured with pages chosen by policy {profile['policy']!r}; "
+            "decode chooses by 'mean', so only such a profile gives a schedule"
+        )
     number(tau, "tau", 0, 1)
     if rule not in RULES:
         raise ValueError(f"{rule=}: expected 'point' (estimate) or 'lower' (its 95 % lower bound)")

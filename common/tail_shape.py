@@ -11,7 +11,6 @@ Most tokens have alpha > 0.999 whatever the budget; what is below is called the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ def describe(alpha_BT: np.ndarray, mask_BT: np.ndarray, stats: Sequence[BinStats
     a, b, ks = fit_beta(tail / SAME) if len(tail) >= LEAST else (None, None, None)
     return {
         "count": len(alpha),
-        "share_below": float((alpha < SAME).mean()),
+        "share_below": len(tail) / max(len(alpha), 1),
         "pearson_alpha": pearson(positions, alpha),
         "pearson_p5": pearson([(s.start + s.end) / 2 for s in judged], [s.p5 for s in judged]),
         "beta_a": a,
@@ -58,14 +57,28 @@ def pearson(x: Any, y: Any) -> float | None:
 
 
 def fit_beta(x: np.ndarray) -> tuple[float, float, float] | tuple[None, None, None]:
-    """(a, b, Kolmogorov-Smirnov statistic) of the Beta distribution that fits x in (0, 1) best."""
-    from scipy import stats
+    """(a, b, Kolmogorov-Smirnov statistic) of the Beta distribution that fits x in [0, 1] best.
 
-    x = np.clip(x, 1e-6, 1 - 1e-6)
+    Maximum likelihood: the log-likelihood per value is concave in (a, b),
+    (a - 1) mean log x + (b - 1) mean log(1 - x) - log B(a, b), so any sample has an answer;
+    a and b stay in [1e-4, 1e6], which only nearly constant samples reach; a constant gives None.
+    """
+    from scipy import optimize, special
+
+    x = np.sort(np.clip(x, 1e-6, 1 - 1e-6))
     if np.ptp(x) == 0:
         return None, None, None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of its search on the way
-        a, b, _, _ = stats.beta.fit(x, floc=0, fscale=1)
-    ks = stats.kstest(x, stats.beta(a, b).cdf).statistic
+    means = np.array([np.log(x).mean(), np.log1p(-x).mean()])
+
+    def loss(log_ab):
+        ab = np.exp(log_ab)
+        slope = special.digamma(ab) - special.digamma(ab.sum()) - means
+        return special.betaln(*ab) - (ab - 1) @ means, ab * slope
+
+    limits = np.log([1e-4, 1e6])
+    exact = {"ftol": 1e-14, "gtol": 1e-8}
+    found = optimize.minimize(loss, np.zeros(2), jac=True, bounds=[limits] * 2, options=exact)
+    a, b = np.exp(found.x)
+    below, steps = special.betainc(a, b, x), np.arange(len(x) + 1) / len(x)
+    ks = max((steps[1:] - below).max(), (below - steps[:-1]).max())
     return float(a), float(b), float(ks)

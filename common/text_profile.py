@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from common import chat, policies, profile_page
+from common import chat, hf, policies, profile_page
 from common.config import Config
 from common.errors import UserError
+from common.json_checks import read_object
 from common.kept_parts import KeptParts, weights_stamp
 from common.mismatch import BinStats
 from common.profile_rows import Measured, Profile
@@ -44,15 +45,18 @@ def profile_text(
     policies than "mean" at budgets of equal bytes (policies.equal_bytes). top: also estimate alpha
     from so many log-probs (20 in the paper), 0 = no. A stopped profile goes on where it was.
     """
-    unknown = [name for name in names if name not in policies.VECTORS]
-    if unknown:
-        raise UserError(f"--policy={unknown[0]}: expected of {', '.join(policies.VECTORS)}")
+    for name in names:
+        if name not in policies.VECTORS or names.count(name) > 1:
+            known = ", ".join(policies.VECTORS)
+            raise UserError(f"--policy={','.join(names)}: {name!r}; expected each once, of {known}")
     package = importlib.import_module(f"{engine_package(config)}.backend")
     read = read_text(config, text, max_tokens, sequences)
     scorer, geometry, where = package.build_scorer(config)
-    if read.tokens_WT.max() >= geometry.vocab_size or read.tokens_WT.min() < 0:
+    if read.tokens_WT.max() >= geometry.vocab_size:
         raise UserError(f"--replay={text}: has token {read.tokens_WT.max()}, the model has "
                         f"{geometry.vocab_size}; expected ids of this model")  # fmt: skip
+    if top > geometry.vocab_size:
+        raise UserError(f"--estimate={top}: the model has {geometry.vocab_size} tokens")
     print(f"{read.name}; {where}")
     key = [hashlib.sha256(read.tokens_WT.tobytes()).hexdigest(), where, top,
            dataclasses.asdict(config), weights_stamp(config.model.path)]  # fmt: skip
@@ -75,9 +79,8 @@ def read_text(config: Config, path: Path, max_tokens: int, sequences: int) -> Te
     """
     if not config.model.path:
         raise UserError("--replay needs --model=DIR, a Hugging Face model directory")
-    limit = json.loads((Path(config.model.path) / "config.json").read_text()).get(
-        "max_position_embeddings"
-    )
+    hf.read_geometry(config.model.path)  # refuses what is no model directory
+    limit = read_object(Path(config.model.path) / "config.json").get("max_position_embeddings")
     if isinstance(limit, int) and max_tokens > limit:
         raise UserError(f"--max_tokens={max_tokens}: the model's context is {limit} tokens")
     ids = _ids(config, path)
@@ -102,7 +105,7 @@ def _ids(config: Config, path: Path) -> list[int]:
         return codec.tokenizer.encode(content, add_special_tokens=False).ids
     try:
         ids = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--replay={path}: is no JSON ({error})") from None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise UserError(f"--replay={path}: expected one JSON list of token ids")

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from common.config import Config, ModelConfig
+from common.errors import UserError
 from common.protocols import Backend
 from kernels_pallas.ops import Ops, resolve
 from sparrow_jax import hf, sharding
@@ -71,7 +72,8 @@ def build_scorer(config: Config) -> tuple[JaxScorer, ModelConfig, str]:
     params = sharding.shard_params(params, sharding.make_mesh(config.learner.mesh))
     scorer.load_weights(params, 0)
     device = jax.devices()[0]
-    where = f"jax {jax.__version__} on {device.platform}, {math.prod(config.learner.mesh)} device"
+    num = math.prod(config.learner.mesh)
+    where = f"jax {jax.__version__} on {device.platform}, {num} device{'s' * (num > 1)}"
     return scorer, geometry, f"{where}, {jnp.dtype(dtype).name}"
 
 
@@ -101,13 +103,12 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
 
 
 def _ops(config: Config, geometry: ModelConfig) -> Ops:
-    """Kernels or references for this device, model and mesh."""
-    return resolve(
-        config.attention,
-        jax.devices()[0].platform,
-        head_dim=geometry.head_dim,
-        num_devices=math.prod(config.learner.mesh),
-    )
+    """Kernels or references for this device, model and mesh; UserError for what cannot run."""
+    where = jax.devices()[0].platform, math.prod(config.learner.mesh)
+    try:
+        return resolve(config.attention, where[0], head_dim=geometry.head_dim, num_devices=where[1])
+    except ValueError as error:
+        raise UserError(f"config.{error}") from error
 
 
 def compute_dtype(name: str):

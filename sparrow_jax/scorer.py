@@ -85,10 +85,10 @@ class JaxScorer(BatchedScorer):
         same = {"graph": self.graph, "dtype": self.dtype}
         hidden = functools.partial(
             _hidden, self.params, tokens_BT, prompt_len_B, page=config.page_size,
-            num_dense=config.num_dense_layers, policy=policy, **same,
+            num_dense=config.num_dense_layers, **same,
         )  # fmt: skip
-        dense = hidden(None)
+        dense = hidden(None, policy="mean")  # one program for all policies
         for budget_T in budgets:
-            sparse = dense if budget_T is None else hidden(budget_T)
+            sparse = dense if budget_T is None else hidden(budget_T, policy=policy)
             out = _overlap(self.params, dense, sparse, tokens_BT, temperature, top=top, **same)
             yield Overlap(*jax.device_get(out))

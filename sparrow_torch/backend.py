@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from common import hf
 from common.config import Config, ModelConfig
+from common.errors import UserError
 from kernels_triton.ops import resolve
 from sparrow_torch.engine import Engine
 from sparrow_torch.model import Decoder
@@ -16,21 +18,26 @@ from sparrow_torch.scorer import TorchScorer
 
 def build_engine(config: Config, *, geometry: ModelConfig, stop_ids: Sequence[int]) -> Engine:
     """The engine, without weights yet: load_weights brings the learner's."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ops = resolve(config.attention, device, head_dim=geometry.head_dim)
-    dtype = compute_dtype(config.learner.dtype, device)
-    return Engine(geometry, config.rollout, stop_ids, dtype, ops=ops, device=device)
+    return Engine(geometry, config.rollout, stop_ids, **_placement(config, geometry))
 
 
 def build_scorer(config: Config) -> tuple[TorchScorer, ModelConfig, str]:
     """A scorer without a learner: (scorer with the weights of model.path, geometry, where)."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     geometry, weights = hf.load(config.model.path)
-    ops = resolve(config.attention, device, head_dim=geometry.head_dim)
-    dtype = compute_dtype(config.learner.dtype, device)
-    scorer = TorchScorer(Decoder(geometry, ops=ops, dtype=dtype, device=device), config)
+    how = _placement(config, geometry)
+    scorer = TorchScorer(Decoder(geometry, **how), config)
     scorer.load_weights(dict(weights), 0)
-    return scorer, geometry, f"torch {torch.__version__} on {device}, {dtype}"
+    return scorer, geometry, f"torch {torch.__version__} on {how['device']}, {how['dtype']}"
+
+
+def _placement(config: Config, geometry: ModelConfig) -> dict[str, Any]:
+    """Device, compute type, and kernels or references; UserError for what cannot run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        ops = resolve(config.attention, device, head_dim=geometry.head_dim)
+    except ValueError as error:
+        raise UserError(f"config.{error}") from error
+    return {"ops": ops, "dtype": compute_dtype(config.learner.dtype, device), "device": device}
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:

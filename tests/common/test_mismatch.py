@@ -160,3 +160,68 @@ def test_topk_estimate_by_hand_and_as_a_lower_bound():
         assert (previous <= got + 1e-12).all() and (got <= alpha + 1e-12).all()
         previous = got
     np.testing.assert_allclose(got, alpha, rtol=1e-12)  # all tokens listed: exact
+
+
+def in_blocks(values, block, **more):
+    values = np.atleast_2d(values)
+    options = {"bin_tokens": values.shape[1], "min_tokens": 1} | more
+    mask = np.ones(values.shape, bool)
+    (stats,) = mismatch.statistics(values, mask, block_tokens=block, **options)
+    return stats
+
+
+def points(stats):
+    interval = dict.fromkeys(("num_sequences", "p5_low", "p5_high", "p1_low", "p1_high"), 0)
+    return dataclasses.replace(stats, **interval)
+
+
+def test_blocks_change_intervals_only():
+    alpha = np.random.default_rng(0).beta(8, 1, (3, 200))
+    mask = np.random.default_rng(1).random(alpha.shape) < 0.9
+    how = {"bin_tokens": 64, "min_tokens": 10}
+    whole = mismatch.statistics(alpha, mask, **how)
+    blocks = mismatch.statistics(alpha, mask, block_tokens=16, **how)
+    assert [points(s) for s in whole] == [points(s) for s in blocks]
+    assert [s.num_sequences for s in whole] == [3] * 4
+    assert [s.num_sequences for s in blocks] == [12, 12, 12, 3]  # 64 / 16 of each row; 8 tokens
+    assert whole == mismatch.statistics(alpha, mask, block_tokens=200, **how)
+
+
+def test_block_without_tokens_is_not_drawn():
+    mask = np.ones((1, 64), bool)
+    mask[0, 16:32] = False
+    (got,) = mismatch.statistics(
+        np.ones((1, 64)), mask, bin_tokens=64, min_tokens=1, block_tokens=16
+    )
+    assert got.num_sequences == 3
+
+
+def test_interval_over_blocks_covers_the_true_percentile():
+    rng = np.random.default_rng(1)
+    truth = np.quantile(rng.beta(8, 1, 200_000), 0.05)
+    hits = 0
+    for trial in range(40):
+        s = in_blocks(rng.beta(8, 1, 1200), 40, num_bootstrap=100, seed=trial)
+        assert s.num_sequences == 30
+        hits += s.p5_low <= truth <= s.p5_high
+    assert 34 <= hits  # 95 % of 40 = 38
+
+
+def test_blocks_see_that_neighbours_depend_on_each_other():
+    # stretches of 16 equal tokens: 100 observations, not 1600
+    rng = np.random.default_rng(0)
+    alpha = np.repeat(rng.uniform(0.3, 1, 100), 16)
+    blocks, tokens = in_blocks(alpha, 32), in_blocks(alpha, 1)
+    assert points(blocks) == points(tokens)
+    assert blocks.p5_high - blocks.p5_low > 1.5 * (tokens.p5_high - tokens.p5_low)
+
+
+def test_one_block_has_no_interval():
+    got = in_blocks(np.linspace(0.5, 1, 30), 30)
+    assert (got.p5_low, got.p5_high, got.p1_low, got.p1_high) == (0, 1, 0, 1)
+    assert in_blocks(np.linspace(0.5, 1, 30), 29).p5_low > 0
+
+
+def test_block_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="block=0"):
+        in_blocks(np.ones(4), 0)

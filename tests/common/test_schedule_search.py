@@ -96,7 +96,7 @@ def test_a_small_budget_that_passes_by_luck_is_no_evidence():
 
 
 def test_result_survives_its_file_and_says_what_was_measured(tmp_path):
-    more = {"source": "own samples", "interval": "bootstrap over sequences", "policy": "mean key"}
+    more = {"source": "own samples", "interval": "bootstrap over sequences", "policy": "mean"}
     s = search(profile(TABLE, **more), **HOW, extrapolate=True)
     assert {key: s.provenance[key] for key in more} == more
     s.save(tmp_path / "s.json")
@@ -238,6 +238,17 @@ def test_profile_files(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             load_profile(path)
         assert "\n" not in str(error.value)
+
+
+def test_profile_of_another_policy_gives_no_schedule():
+    """Decode would not read the pages that were measured, nor as many."""
+    with pytest.raises(ValueError, match="policy 'oracle'; decode chooses by 'mean'"):
+        search(profile(TABLE, policy="oracle"), tau=0.9, quantile=0.05, extrapolate=True)
+    same = [
+        search(profile(TABLE, **more), tau=0.9, quantile=0.05, extrapolate=True).budgets
+        for more in ({}, {"policy": "mean"})
+    ]
+    assert same[0] == same[1]
 
 
 def test_tokens_read_is_the_cost_models_sparse_layers():

@@ -104,6 +104,33 @@ def at_home(home, monkeypatch):
     return home
 
 
+def test_a_stopped_profile_goes_on_and_is_the_same(at_home, monkeypatch, capsys):
+    """Budgets dense, 0 and 2; Ctrl-C while the last one is sampled."""
+    done, generate = [], Engine.generate
+
+    def counted(self, prompts, **kwargs):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(kwargs["schedule"])
+        return generate(self, prompts, **kwargs)
+
+    line = "profile --config=tiny.py --model=start/model --out=again.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "generate", counted)
+        sparrow(line, status=130)
+        assert "the same command resumes" in capsys.readouterr().err
+        assert not (at_home / "again.json").exists() and (at_home / "again.json.parts").exists()
+        done[:] = [None]
+        sparrow(line)
+        assert len(done) == 2 and done[1].budgets == (2,), "only what was missing"
+    for name in ("again.json", "again.html"):
+        original = name.replace("again", "profile")
+        assert (at_home / name).read_bytes() == (at_home / original).read_bytes()
+    assert not (at_home / "again.json.parts").exists()
+    halves = json.loads((at_home / "again.json").read_text())["halves"]
+    assert [bool(half["rows"]) for half in halves] == [True, True]  # two prompts
+
+
 def same_as_whole(home, run):
     """Record (timings aside) and model are those of the uninterrupted run, bit by bit."""
     want, got = (metrics.comparable(metrics.read_metrics(home / r)) for r in ("whole", run))

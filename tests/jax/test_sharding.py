@@ -16,12 +16,13 @@ PROGRAM = """
 import functools
 import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
-from common.config import Config, LearnerConfig, ModelConfig
+from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig
 from common.types import MicroBatch, TrainBatch
-from sparrow_jax import hf
+from sparrow_jax import hf, sharding
 from sparrow_jax.backend import export_weights
 from sparrow_jax.learner import JaxLearner
 from sparrow_jax.model import PARTITION, Decoder
+from sparrow_jax.scorer import JaxScorer
 
 assert len(jax.devices()) == 8
 G = ModelConfig(vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=4,
@@ -73,6 +74,20 @@ for name, (a, b) in exported.items():
 for key in report_a:
     np.testing.assert_allclose(report_a[key], report_b[key], rtol=1e-4, atol=1e-6, err_msg=key)
 np.testing.assert_array_equal(clipped_a, clipped_b)
+
+tokens, alphas = np.random.default_rng(3).integers(0, 24, (4, 20)).astype(np.int32), []
+peaked = jax.tree.map(lambda x: 1.5 * x, params)
+for mesh in ((1, 1, 1), (2, 2, 2)):  # four rows, one for each share of the batch
+    config = Config(model=G, rollout=RolloutConfig(page_size=2, num_dense_layers=1),
+                    learner=LearnerConfig(mesh=mesh))
+    scorer = JaxScorer(graph, config, jnp.dtype("float32"))
+    scorer.load_weights(sharding.shard_params(peaked, sharding.make_mesh(mesh)), 0)
+    budgets = [np.full(20, 1, np.int32), np.full(20, 99, np.int32)]
+    out = scorer.overlaps(tokens, np.zeros(4, np.int32), budgets, np.float32(1), top=5)
+    alphas.append([np.stack([x.alpha_BT, x.logp_BT, x.estimate_BT]) for x in out])
+np.testing.assert_allclose(alphas[0], alphas[1], rtol=1e-5, atol=1e-5)
+few, every = (x[0] for x in alphas[1])
+assert few.min() < 0.95 and abs(every - 1).max() < 1e-6
 print("equal on one and eight devices")
 """
 
