@@ -389,7 +389,7 @@ COMMANDS: dict[str, Command] = {
             text="Per length bin the smallest profiled budget from which on the quantile of alpha "
             "is at least tau. tau and quantile come from the flags, else from the recipe given by "
             "--config. Profiles of several page sizes: the schedule that reads least wins. A "
-            "profile with halves is validated: found on half of its sequences, judged on the other.",
+            "profile with halves is validated: found on half of the sequences, judged on the rest.",
             example="sparrow schedule --profile=runs/profile.json --out=runs/schedule.json",
             run=_schedule,
             names="[NAME...]",

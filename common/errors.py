@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 from types import TracebackType
 
-OUR_PACKAGES = ("common", "sparrow_jax", "sparrow_torch")
+OUR_PACKAGES = ("common", "sparrow_jax", "sparrow_torch", "kernels_pallas", "kernels_triton")
 
 
 class UserError(ValueError):
