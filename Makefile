@@ -88,7 +88,7 @@ smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on giv
 	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --bin_tokens=512 --topk=4,12,29,61 --out=$(SMOLLM2)/profile.json
 	$(SPARROW) schedule --profile=$(SMOLLM2)/profile.json --tau=0.86 --out=$(SMOLLM2)/schedule.json
 
-smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 15 minutes
+smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 20 minutes
 	$(SPARROW) profile --config=configs/smollm2.py --model=$(SMOLLM2)/model --out=$(SMOLLM2)/sampled.json
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
