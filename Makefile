@@ -84,7 +84,7 @@ $(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py
 	rm -r $(SMOLLM2)/.venv
 	@$(PIP) -c requirements-test.lock tokenizers
 
-smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on given text, about 5 minutes
+smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on given text, about 7 minutes
 	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --bin_tokens=512 --topk=4,12,29,61 --out=$(SMOLLM2)/profile.json
 	$(SPARROW) schedule --profile=$(SMOLLM2)/profile.json --tau=0.86 --out=$(SMOLLM2)/schedule.json
 
