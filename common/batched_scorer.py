@@ -73,8 +73,7 @@ class BatchedScorer(abc.ABC):
             budget = None
             if schedule is not None:
                 budget = schedule.budgets_at(np.arange(tokens.shape[1]))
-            how = [budget], self._temperature(temperature)
-            (out,) = self.overlaps(tokens, prompt_len, *how)
+            (out,) = self.overlaps(tokens, prompt_len, [budget], self._temperature(temperature))
             _put(rollout, part, (alpha, logp), (out.alpha_BT, out.logp_BT))
         rows = np.asarray(rows, np.int32)
         alpha = np.clip(alpha[rows], 0, 1)  # float32 sums of min() leave [0, 1] by rounding only

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from common import overrides
-from common.commands import COMMANDS, Arguments, Command
+from common.command_types import Arguments, Command
+from common.commands import COMMANDS
 from common.errors import UserError, is_user_error, one_line
 
 INTRODUCTION = """\

@@ -1,298 +1,14 @@
 """The commands of `sparrow`: a table of names, help, flags and functions.
 
-A command imports what it needs when it runs: `sparrow help` loads neither jax nor matplotlib.
+`sparrow help` loads neither jax nor matplotlib: common/command_runs.py imports what a command needs
+when it runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from common import overrides
-from common.config import Config
+from common import command_runs
+from common.command_types import Command, Flag
 from common.cost_flags import COST_FLAGS
-from common.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One flag of a command; an empty default counts as not given."""
-
-    name: str
-    help: str
-    kind: Callable[[str], Any] = str
-    default: Any = None
-    required: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """A parsed command line. names: what is no flag; flags: value (or default) of every flag."""
-
-    names: Sequence[str]
-    config_file: str | None
-    overrides: Mapping[str, str]
-    flags: Mapping[str, Any]
-
-    def config(
-        self, extra: Mapping[str, str] | None = None, *, default: Config | None = None
-    ) -> Config:
-        """Recipe (without one, `default`), then overrides, then `extra`, validated."""
-        if self.config_file is None and default is not None:
-            return overrides.apply(default, {**self.overrides, **(extra or {})})
-        if self.config_file is None:
-            raise UserError("--config is missing; name a recipe, e.g. --config=configs/demo.py")
-        return overrides.apply(
-            overrides.load(self.config_file), {**self.overrides, **(extra or {})}
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
-    """A row of the table. names: how the help shows positional arguments, "" if there are none.
-
-    resumes: the command goes on where it was stopped.
-    """
-
-    name: str
-    summary: str
-    text: str
-    example: str
-    run: Callable[[Arguments], None]
-    flags: tuple[Flag, ...] = ()
-    takes_config: bool = True
-    names: str = ""
-    min_names: int = 0
-    resumes: bool = False
-
-
-def _model_override(arguments: Arguments) -> dict[str, str]:
-    """--model=DIR is short for --config.model.path=DIR."""
-    model = arguments.flags["model"]
-    if not model:
-        return {}
-    if not os.path.isfile(Path(model) / "config.json"):
-        raise UserError(
-            f"--model={model}: no config.json there; name a Hugging Face model directory"
-        )
-    return {"model.path": model}
-
-
-def _input_file(flag: str, path: str) -> Path:
-    if not os.path.isfile(path):
-        raise UserError(f"--{flag}={path}: no such file")
-    return Path(path)
-
-
-def _output_file(flag: str, path: str) -> Path:
-    """Refuse an --out that could not be written, before the work and not after it."""
-    out = Path(path)
-    if out.is_dir():
-        raise UserError(f"--{flag}={path}: is a directory; name a file in it")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--{flag}={path}: cannot be written ({error.strerror})") from error
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"--{flag}={path}: cannot be written (no permission); name another place")
-    return out
-
-
-def _learner(config: Config) -> str:
-    """Package of the learner; UserError if it or the configured engine is not installed."""
-    setup = importlib.import_module("common.setup")
-    setup.engine_package(config)
-    return setup.LEARNER
-
-
-def _use_core(number: int | None) -> None:
-    """Keep this process and its children to one of the cores it may use (Linux)."""
-    if number is None:
-        return
-    if not hasattr(os, "sched_setaffinity"):
-        print("--core has no effect on this system: it cannot bind a process to a core")
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
-
-
-def _warmup(arguments: Arguments) -> None:
-    from common import run_dir
-
-    config = arguments.config()
-    package = _learner(config)
-    with run_dir.open_run(arguments.flags["run"], config, "warmup") as run:
-        importlib.import_module(f"{package}.warmup").warmup(config, run)
-
-
-def _train(arguments: Arguments) -> None:
-    from common import run_dir
-
-    config = arguments.config(_model_override(arguments))
-    _learner(config)
-    _use_core(arguments.flags["core"])
-    with run_dir.open_run(arguments.flags["run"], config, "train") as run:
-        importlib.import_module("common.loop").train(config, run)
-
-
-def _profile(arguments: Arguments) -> None:
-    flags, extra = arguments.flags, _model_override(arguments)
-    for flag, name in (("topk", "mismatch.budgets"), ("bin_tokens", "mismatch.bin_tokens")):
-        if flags[flag] is not None:
-            extra[name] = flags[flag]
-    out = _output_file("out", flags["out"])
-    if out.suffix == ".html":
-        raise UserError(f"--out={out}: name the .json; the page .html goes beside it")
-    text_only = {"max_tokens": 4096, "sequences": 1, "policy": "mean", "estimate": 0}
-    given = {name: flags[name] for name in text_only if flags[name] is not None}
-    if not flags["replay"]:
-        if given:
-            raise UserError(f"--{next(iter(given))} has no effect without --replay; leave it out")
-        config = arguments.config(extra)
-        _learner(config)
-        importlib.import_module("common.profiling").profile(config, out)
-        return
-    config = arguments.config(extra, default=Config())
-    how = text_only | given
-    for name, least in (("max_tokens", 1), ("sequences", 1), ("estimate", 0)):
-        if how[name] < least:
-            raise UserError(f"--{name}={how[name]}: expected at least {least}")
-    importlib.import_module("common.text_profile").profile_text(
-        config,
-        _input_file("replay", flags["replay"]),
-        out,
-        max_tokens=how["max_tokens"],
-        sequences=how["sequences"],
-        names=how["policy"].split(","),
-        top=how["estimate"],
-    )
-
-
-def _schedule(arguments: Arguments) -> None:
-    from common import schedule_command
-
-    flags = arguments.flags
-    kind = schedule_command.check_flags(flags)
-    if arguments.names and kind != "compare":
-        raise UserError(f"{arguments.names[0]}: not a flag; only --compare takes further names")
-    names = [*flags[kind].split(","), *arguments.names]
-    paths = [_input_file(kind, name) for name in names if kind == "profile"]
-    out = _output_file("out", flags["out"]) if flags["out"] else None
-    if kind == "preset":
-        schedule_command.export(flags["preset"], out)
-    elif kind == "compare":
-        schedule_command.compare(names, out)
-    else:
-        tau, quantile = _threshold(arguments)
-        schedule_command.find(
-            paths,
-            out,
-            tau=tau,
-            quantile=quantile,
-            rule=flags["rule"] or "point",
-            monotone=flags["monotone"] is not False,
-            extrapolate=bool(flags["extrapolate"]),
-        )
-
-
-def _cost(arguments: Arguments) -> None:
-    from common import cost_report, run_dir
-
-    path = arguments.flags["out"]
-    out = _output_file("out", path) if path else None
-    table, record = cost_report.run(arguments.flags)
-    print(table)
-    if out is not None:
-        run_dir.atomic_write_text(out, json.dumps(record, indent=1) + "\n")
-        print(f"wrote {out}")
-
-
-def _threshold(arguments: Arguments) -> tuple[float, float]:
-    """(tau, quantile): the flags, else the recipe's, else the defaults of MismatchConfig."""
-    given = arguments.config_file or arguments.overrides
-    settings = (arguments.config() if given else Config()).mismatch
-    tau, quantile = arguments.flags["tau"], arguments.flags["quantile"]
-    return (
-        settings.tau if tau is None else tau,
-        settings.quantile if quantile is None else quantile,
-    )
-
-
-def _eval(arguments: Arguments) -> None:
-    from common import run_dir
-
-    flags = arguments.flags
-    if bool(flags["run"]) == bool(flags["model"]):
-        raise UserError("sparrow eval: give either --run=RUN or --config=RECIPE with --model=DIR")
-    if flags["run"] and arguments.config_file:
-        raise UserError("--config has no effect with --run: a run has its own recipe; leave it out")
-    if flags["run"]:
-        config = run_dir.read_config(flags["run"])
-        model = Path(flags["run"]) / "model"
-        if not os.path.isfile(model / "config.json"):
-            raise UserError(f"--run={flags['run']}: has no finished model yet; train it to the end")
-        changes = {**arguments.overrides, "model.path": str(model)}
-        config = overrides.apply(config, changes)
-    else:
-        config = arguments.config(_model_override(arguments))
-    _learner(config)
-    evaluation = importlib.import_module("common.evaluation")
-    evaluation.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
-
-
-def _study(arguments: Arguments) -> None:
-    flags = arguments.flags
-    if arguments.overrides:
-        raise UserError("sparrow study takes a recipe as it is; put the changes into a recipe file")
-    arguments.config()
-    importlib.import_module("common.study").run_study(
-        str(arguments.config_file),
-        Path(flags["out"]),
-        seeds=flags["seeds"],
-        fixed=flags["fixed"],
-        jobs=flags["jobs"],
-    )
-
-
-def _report(arguments: Arguments) -> None:
-    for name in arguments.names:
-        if not os.path.isfile(Path(name) / "run.json"):
-            raise UserError(f"{name}: no run of sparrow; expected a directory that --run=... made")
-    runs = [Path(name) for name in arguments.names]
-    out = _output_file("out", arguments.flags["out"] or str(runs[0] / "report.html"))
-    importlib.import_module("common.report").write_report(runs, out)
-    print(f"wrote {out}")
-
-
-def _doctor(arguments: Arguments) -> None:
-    from common import doctor
-
-    doctor.print_checks(doctor.diagnose())
-
-
-def _bench(arguments: Arguments) -> None:
-    names, flags = list(arguments.names), arguments.flags
-    if names not in (["decode"], ["profile"]):
-        raise UserError(f"sparrow bench {' '.join(names)}: expected decode or profile")
-    if (names == ["profile"]) != bool(flags["model"]):
-        raise UserError("sparrow bench: profile needs --model=DIR, decode has no use for it")
-    package = _learner(Config())
-    out = _output_file("out", flags["out"]) if flags["out"] else None
-    if names == ["decode"]:
-        result = importlib.import_module(f"{package}.bench").main()
-    else:
-        _model_override(arguments)
-        bench = importlib.import_module(f"{package}.bench_profile")
-        result = bench.run(Path(flags["model"]))
-        print(bench.show(result))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-
 
 _RUN = Flag(
     name="run", help="directory of the run; an interrupted run goes on there", required=True
@@ -312,7 +28,7 @@ COMMANDS: dict[str, Command] = {
             text="Trains the recipe's model on the task's own demonstrations until RL can improve "
             "it, and writes it to RUN/model.",
             example="sparrow warmup --config=configs/demo.py --run=runs/warmup",
-            run=_warmup,
+            run=command_runs.warmup,
             resumes=True,
             flags=(_RUN,),
         ),
@@ -323,7 +39,7 @@ COMMANDS: dict[str, Command] = {
             "updates the dense policy. Ctrl-C is safe: the same command goes on from the "
             "last checkpoint.",
             example="sparrow train --config=configs/demo.py --model=runs/warmup/model --run=runs/a",
-            run=_train,
+            run=command_runs.train,
             resumes=True,
             flags=(
                 _RUN,
@@ -342,7 +58,7 @@ COMMANDS: dict[str, Command] = {
             example="sparrow profile --config=configs/demo.py --model=runs/warmup/model "
             "--out=runs/profile.json",
             resumes=True,
-            run=_profile,
+            run=command_runs.profile,
             flags=(
                 _MODEL,
                 Flag(
@@ -391,7 +107,7 @@ COMMANDS: dict[str, Command] = {
             "--config. Profiles of several page sizes: the schedule that reads least wins. A "
             "profile with halves is validated: found on half of the sequences, judged on the rest.",
             example="sparrow schedule --profile=runs/profile.json --out=runs/schedule.json",
-            run=_schedule,
+            run=command_runs.schedule,
             names="[NAME...]",
             flags=(
                 Flag(name="profile", help=_PROFILES),
@@ -416,9 +132,9 @@ COMMANDS: dict[str, Command] = {
             "formulas.",
             example="sparrow cost --model=qwen3-4b --schedule=qwen3-4b-0.86 --lengths=32768 "
             "--chip=h200",
-            run=_cost,
+            run=command_runs.cost,
             takes_config=False,
-            flags=tuple(Flag(**flag) for flag in COST_FLAGS),
+            flags=COST_FLAGS,
         ),
         Command(
             name="eval",
@@ -426,7 +142,7 @@ COMMANDS: dict[str, Command] = {
             text="Scores held-out prompts, either with a finished run's model and config (--run), "
             "or with a recipe and a model directory (--config, --model).",
             example="sparrow eval --run=runs/a --samples=4",
-            run=_eval,
+            run=command_runs.evaluate,
             flags=(
                 Flag(name="run", help="a finished run"),
                 _MODEL,
@@ -445,7 +161,7 @@ COMMANDS: dict[str, Command] = {
             text="Per seed: warm-up, profile, schedule, then one training run for each arm, "
             "--jobs of them side by side. Stopped studies go on. Writes study.json and study.svg.",
             example="sparrow study --config=configs/demo.py --out=runs/study",
-            run=_study,
+            run=command_runs.study,
             resumes=True,
             flags=(
                 Flag(name="out", help="directory of the study", required=True),
@@ -460,7 +176,7 @@ COMMANDS: dict[str, Command] = {
             text="Reward, response length, mismatch per length bin against tau, schedule, "
             "throughput and stage times; several runs share the axes.",
             example="sparrow report runs/dense runs/scheduled --out=runs/report.html",
-            run=_report,
+            run=command_runs.report,
             flags=(Flag(name="out", help="page to write; default: report.html in the first run"),),
             takes_config=False,
             names="RUN...",
@@ -471,7 +187,7 @@ COMMANDS: dict[str, Command] = {
             summary="what this machine can run, and why not the rest",
             text="Looks at Python, packages, devices and tools; changes nothing.",
             example="sparrow doctor",
-            run=_doctor,
+            run=command_runs.doctor,
             takes_config=False,
         ),
         Command(
@@ -481,7 +197,7 @@ COMMANDS: dict[str, Command] = {
             "GB/s, memory and the number of compilations. profile: four budgets at 4,096 tokens "
             "against five dense forward passes of the model in --model.",
             example="sparrow bench decode",
-            run=_bench,
+            run=command_runs.bench,
             flags=(
                 Flag(name="model", help="model directory; for profile only"),
                 Flag(name="out", help="also write the numbers there, JSON"),

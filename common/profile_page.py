@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from common import html_page, plots, plots_overview
+from common.config import MismatchConfig
 from common.html_page import text
 from common.run_dir import atomic_write_text
 
-TAU = 0.86
+TAU = MismatchConfig().tau
 """Drawn as a line: the paper's threshold."""
 TICKS = ("0", "0.25", "0.5", "0.75", "0.95", "0.999")
 
