@@ -133,6 +133,7 @@ class RolloutConfig(_Checked):
     samples_per_prompt: int = setting(8, "group size G")
     max_prompt_tokens: int = setting(512, "longer prompts are refused")
     max_response_tokens: int = setting(512, "response limit; the response is cut there")
+    ignore_eos: bool = setting(False, "sample on to the limit, for profiles of long contexts")
     temperature: float = setting(1.0, "sampling temperature; the scorer uses the same")
     top_p: float = setting(1.0, "nucleus filter; only 1.0 can be trained on")
     num_slots: int = setting(64, "sequences decoded at the same time")

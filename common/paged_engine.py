@@ -97,7 +97,7 @@ class PagedEngine(abc.ABC):
 
     def __init__(self, config: RolloutConfig, stop_ids):
         self.config = config
-        self.stop_ids = tuple(int(i) for i in stop_ids)
+        self.stop_ids = () if config.ignore_eos else tuple(int(i) for i in stop_ids)
         context = config.max_prompt_tokens + config.max_response_tokens
         self.table_width = pages_for(context, config.page_size)
         prompts = min(PREFILL_ROWS, config.num_slots)

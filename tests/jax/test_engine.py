@@ -200,6 +200,15 @@ def test_rows_end_at_a_stop_id_or_at_the_limit():
     assert r.stats["decode_tokens"] == lengths.sum()
 
 
+def test_with_ignore_eos_rows_go_on_to_the_limit():
+    r, stopped = generate(make(ignore_eos=True)), base(None)
+    assert (r.total_len_B - r.prompt_len_B == MAX_RESPONSE).all() and not r.finished_B.any()
+    for b in range(27):  # up to where the others stop, the tokens are the same
+        want = stopped.response(b)
+        np.testing.assert_array_equal(r.response(b)[: len(want)], want)
+    agree(r, scored(r))
+
+
 def test_response_limit_of_one_token():
     engine = make(max_response_tokens=1, max_prompt_tokens=16, num_slots=2)
     chosen = prompts([4, 5, 16])

@@ -102,6 +102,16 @@ def test_the_same_tokens_at_other_temperatures_and_top_p(sampling):
     assert_same(*(generate(f(QWEN), **sampling) for f in (torch_engine, jax_engine)))
 
 
+def test_with_ignore_eos_rows_go_on_to_the_limit():
+    r = generate(torch_engine(QWEN, ignore_eos=True))
+    assert (r.total_len_B - r.prompt_len_B == 26).all() and not r.finished_B.any()
+    stopped = generate(torch_engine())
+    assert stopped.finished_B.any()
+    for b in range(len(r.prompts)):
+        want = stopped.response(b)
+        np.testing.assert_array_equal(r.response(b)[: len(want)], want)
+
+
 def test_schedule_seed_and_weights_make_a_difference():
     tokens = generate(torch_engine()).tokens_BT
     for other in (generate(torch_engine(), None), generate(torch_engine(), seed=6)):
