@@ -118,6 +118,43 @@ def profile(arguments: Arguments) -> None:
     )
 
 
+def trace(arguments: Arguments) -> None:
+    flags = arguments.flags
+    counts = {"num_prompts": 4, "prompt_tokens": 256, "num_tokens": 64}
+    counts |= {name: flags[name] for name in counts if flags[name] is not None}
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"--{name}={value}: expected at least 1")
+    force = flags["force_tokens"]
+    importlib.import_module("common.trace").trace(
+        arguments.config(_model_override(arguments), default=Config()),
+        flags["backend"],
+        _input_file("prompts", flags["prompts"]),
+        _output_file("out", flags["out"]),
+        force=_input_file("force_tokens", force) if force else None,
+        **counts,
+    )
+
+
+def compare(arguments: Arguments) -> None:
+    """Exit status 0 if the traces agree, 1 if not."""
+    from common import compare as comparing
+    from common import compare_page
+    from common.trace_file import Trace
+
+    if len(arguments.names) != 2:
+        raise UserError(f"{len(arguments.names)} traces; expected two: sparrow compare a.npz b.npz")
+    a, b = (Trace(name) for name in arguments.names)
+    result = comparing.compare(a, b)
+    print(comparing.table(result))
+    if arguments.flags["out"]:
+        out = _output_file("out", arguments.flags["out"])
+        compare_page.write(result, a, b, out)
+        print(f"wrote {out}")
+    if not result.ok:
+        raise SystemExit(1)
+
+
 def schedule(arguments: Arguments) -> None:
     from common import schedule_command
 

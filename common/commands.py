@@ -100,6 +100,53 @@ COMMANDS: dict[str, Command] = {
             ),
         ),
         Command(
+            name="trace",
+            summary="record what a backend computes, to compare it with another",
+            text="Runs the model on a few prompts and records facts of every stage: sampled "
+            "tokens, log-probs, projections of each layer's activations, page scores and pages, "
+            "alpha, loss and gradients of one GRPO step, the weights after it. `sparrow compare` "
+            "judges two traces, of other backends, machines or types. Give the second the tokens "
+            "of the first: --force_tokens=a.npz.",
+            example="sparrow trace --backend=jax --model=DIR --prompts=FILE --out=a.npz",
+            run=command_runs.trace,
+            flags=(
+                Flag(name="backend", help="jax, torch or transformers", required=True),
+                Flag(name="model", help="Hugging Face model directory", required=True),
+                Flag(
+                    name="prompts",
+                    help="text, .json list of lists of token ids, or .jsonl/.parquet of a task",
+                    required=True,
+                ),
+                Flag(name="out", help="trace to write, .npz", required=True),
+                Flag(
+                    name="force_tokens",
+                    help="trace whose sampled tokens go through this backend, instead of its own",
+                ),
+                Flag(name="num_prompts", help="prompts taken from the file; default 4", kind=int),
+                Flag(
+                    name="prompt_tokens", help="tokens kept of each prompt; default 256", kind=int
+                ),
+                Flag(
+                    name="num_tokens", help="tokens sampled after each prompt; default 64", kind=int
+                ),
+            ),
+        ),
+        Command(
+            name="compare",
+            summary="do two traces agree, and if not, where do they part?",
+            text="A row per quantity: largest and mean deviation against a limit that follows "
+            "from the two types, the first layer and position beyond it, pages that differ and "
+            "whether a tie explains them, where sampled tokens part, and the acceptance rate of "
+            "the two dense policies (the floor of any mismatch statistic). Exit status 0 = the "
+            "same, 1 = different, 2 = cannot be compared.",
+            example="sparrow compare a.npz b.npz --out=compare.html",
+            run=command_runs.compare,
+            flags=(Flag(name="out", help="also write an HTML page there"),),
+            takes_config=False,
+            names="A B",
+            min_names=2,
+        ),
+        Command(
             name="schedule",
             summary="find the smallest budgets that meet tau; show or compare schedules",
             text="Per length bin the smallest profiled budget from which on the quantile of alpha "

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +109,14 @@ def load(path: str | Path, dtype: Any = np.float32) -> tuple[ModelConfig, Weight
     return geometry, ((name, _read_param(tensors, list(group), dtype)) for name, group in groups)
 
 
+def stack(tensors: Mapping[str, np.ndarray], geometry: ModelConfig) -> Weights:
+    """Arrays by Hugging Face's names, as weights by ours."""
+    groups = itertools.groupby(_slots(geometry), key=lambda slot: slot.param)
+    return (
+        (name, _stacked(list(group), tensors.__getitem__, np.float32)) for name, group in groups
+    )
+
+
 def save(
     path: str | Path,
     geometry: ModelConfig,
@@ -172,13 +180,17 @@ def _hf_shape(param: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _read_param(tensors: Mapping[str, Any], slots: list[_Slot], dtype: Any) -> np.ndarray:
+    return _stacked(slots, lambda name: tensors[name].get_tensor(name), dtype)
+
+
+def _stacked(slots: list[_Slot], read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
     """One parameter: its only tensor, or those of all layers, turned and stacked."""
     first = slots[0]
     if first.layer is None:
-        return tensors[first.tensor].get_tensor(first.tensor).astype(dtype)
+        return read(first.tensor).astype(dtype)
     stack = np.empty((len(slots), *first.shape), dtype)
     for slot in slots:
-        stack[slot.layer] = tensors[slot.tensor].get_tensor(slot.tensor).T.reshape(slot.shape)
+        stack[slot.layer] = read(slot.tensor).T.reshape(slot.shape)
     return stack
 
 

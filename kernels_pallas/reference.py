@@ -62,6 +62,16 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
     go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
     = the tail page) and count_B = min(k + 3, num_pages).
     """
+    P = page_table_BP.shape[1]
+    scores_BKP = page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP)
+    logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
+    used = jnp.arange(max_selected) < count_B[:, None, None]
+    physical = jnp.take_along_axis(page_table_BP[:, None], jnp.minimum(logical_BKJ, P - 1), -1)
+    return jnp.where(used, physical, 0), count_B
+
+
+def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
+    """Score [B, K, P] of each page: its landmark times the mean query of the group, in float32."""
     B, _, H = q_BNH.shape
     M, K = landmarks_LMKH.shape[1], math.prod(landmarks_LMKH.shape[2:]) // H
     P = page_table_BP.shape[1]
@@ -74,11 +84,7 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
         return landmarks_PH.astype(jnp.float32) @ q_XH[i]
 
     scores_XP = lax.map(score, jnp.arange(B * K), batch_size=_rows_per_step(P * H * 4))
-    scores_BKP = scores_XP.reshape(B, K, P)
-    logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
-    used = jnp.arange(max_selected) < count_B[:, None, None]
-    physical = jnp.take_along_axis(page_table_BP[:, None], jnp.minimum(logical_BKJ, P - 1), -1)
-    return jnp.where(used, physical, 0), count_B
+    return scores_XP.reshape(B, K, P)
 
 
 def top_pages(scores_BKP, num_pages_B, k_B, max_selected):

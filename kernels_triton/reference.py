@@ -35,22 +35,27 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
     go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
     = the tail page) and count_B = min(k + 3, num_pages), both int32.
     """
-    B, _, H = q_BNH.shape
-    K, P = landmarks_LMKH.shape[2], page_table_BP.shape[1]
-    q_BKH = q_BNH.reshape(B, K, -1, H).float().mean(2)
+    B, K, P = q_BNH.shape[0], landmarks_LMKH.shape[2], page_table_BP.shape[1]
     used_BP = torch.arange(P, device=q_BNH.device) < num_pages_B[:, None]
-    table_BP = torch.where(used_BP, page_table_BP, 0)
-    scores_BKP = torch.cat(
-        [
-            torch.einsum("bkh,bpkh->bkp", q_bKH, landmarks_LMKH[layer, table_bP].float())
-            for q_bKH, table_bP in _groups(P * K * H, q_BKH, table_BP)
-        ]
-    )
+    scores_BKP = page_scores(q_BNH, landmarks_LMKH, layer, torch.where(used_BP, page_table_BP, 0))
     logical_BKJ, count_B = top_pages(scores_BKP, num_pages_B, k_B, max_selected)
     used = torch.arange(max_selected, device=q_BNH.device) < count_B[:, None, None]
     table_BKP = page_table_BP[:, None].expand(B, K, P)
     physical = table_BKP.gather(2, logical_BKJ.clamp(max=P - 1))
     return torch.where(used, physical, 0).int(), count_B.int()
+
+
+def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
+    """Score [B, K, P] of each page: its landmark times the mean query of the group, in float32."""
+    B, _, H = q_BNH.shape
+    K, P = landmarks_LMKH.shape[2], page_table_BP.shape[1]
+    q_BKH = q_BNH.reshape(B, K, -1, H).float().mean(2)
+    return torch.cat(
+        [
+            torch.einsum("bkh,bpkh->bkp", q_bKH, landmarks_LMKH[layer, table_bP].float())
+            for q_bKH, table_bP in _groups(P * K * H, q_BKH, page_table_BP)
+        ]
+    )
 
 
 def top_pages(scores_BKP, num_pages_B, k_B, max_selected):

@@ -111,11 +111,14 @@ class Decoder(nnx.Module):
         page=16,
         num_dense=2,
         policy="mean",
+        observe=None,
     ):
         """Final hidden states [B, T, D] of right-padded sequences (causal: padding cannot leak).
 
         budget_T int32 [T] replays sparse decode in all layers but the first num_dense, the pages
         chosen by a policy of kernels_pallas/policies.py (not "mean": always by the reference).
+        observe(q=, k=, v=, a=, x=) makes facts of a layer, a tree of arrays: then the result is
+        (hidden states, facts [L, ...]).
         """
         g = self.geometry
         prefill = self.ops.flash_prefill
@@ -130,24 +133,30 @@ class Decoder(nnx.Module):
             q, k, v = _project(g, w, x, position_BT)
             budget = budget_T if sparse else None
             a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
-            return _finish(g, w, x, a), None
+            x = _finish(g, w, x, a)
+            return x, observe and observe(q=q, k=k, v=v, a=a, x=x)
 
         split = min(num_dense, g.num_layers) if budget_T is not None else g.num_layers
+        facts = []
         for first, last, sparse in ((0, split, False), (split, g.num_layers, True)):
             body = functools.partial(block, sparse=sparse)
             body = jax.checkpoint(body) if remat else body
-            x, _ = lax.scan(body, x, jnp.arange(first, last))
-        return _rms_norm(x, self.final_norm_D[...].astype(dtype), g.norm_eps)
+            x, seen = lax.scan(body, x, jnp.arange(first, last))
+            facts.append(seen)
+        hidden = _rms_norm(x, self.final_norm_D[...].astype(dtype), g.norm_eps)
+        return (hidden, jax.tree.map(lambda *s: jnp.concatenate(s), *facts)) if observe else hidden
 
     def extend(
         self, cache, tokens_BT, start_B, num_new_B, page_table_BP, *, dtype, k_B=None,
-        max_selected=0, num_dense=2,
+        max_selected=0, num_dense=2, observe=None,
     ):  # fmt: skip
         """Append tokens to the paged cache; (cache, hidden [B, T, D]) of the new positions.
 
         Row b adds num_new_B[b] <= T tokens at position start_B[b]; the rest of the row is padding.
         k_B None = dense decode, any T. Otherwise T = 1 and k_B is the budget of each row; layers
         past the first num_dense read min(k + 3, pages). cache = (kv_pages_LKM, landmarks_LMKH).
+        observe(layer=, q=, marks=, pages=, lse=, sparse=) makes facts of a layer: then a list of
+        them, one per layer, comes last in the result.
         """
         g = self.geometry
         assert k_B is None or tokens_BT.shape[1] == 1, "sparse decode selects for one token per row"
@@ -177,14 +186,18 @@ class Decoder(nnx.Module):
                     max_selected=max_selected,
                 )
                 skipped = (num_pages_B - count_B) * page_size
-                a, _ = self.ops.sparse_decode(
+                a, lse = self.ops.sparse_decode(
                     q, kv, layer, ids, start_B - skipped, length_B - skipped
                 )
             else:
-                a, _ = self.ops.sparse_decode(q, kv, layer, page_table_BP, start_B, length_B)
+                ids = page_table_BP
+                a, lse = self.ops.sparse_decode(q, kv, layer, ids, start_B, length_B)
+            if observe:
+                seen = {"layer": layer, "q": q, "marks": marks, "pages": ids, "lse": lse}
+                facts.append(observe(**seen, sparse=sparse))
             return _finish(g, w, x, a), kv, marks
 
-        carry = (x, *cache)
+        carry, facts = (x, *cache), []
         split = min(num_dense, g.num_layers) if k_B is not None else g.num_layers
         for first, last, sparse in ((0, split, False), (split, g.num_layers, True)):
             if first < last:
@@ -192,9 +205,13 @@ class Decoder(nnx.Module):
                 # then copy the pool between that layer's reads and the next one's writes.
                 bounds = lax.optimization_barrier((jnp.int32(first), jnp.int32(last)))
                 body = functools.partial(block, sparse=sparse)
-                carry = lax.fori_loop(*bounds, body, carry)
+                if observe:  # layer by layer, so that facts come out of the loop
+                    carry = functools.reduce(lambda c, i: body(i, c), range(first, last), carry)
+                else:
+                    carry = lax.fori_loop(*bounds, body, carry)
         x, kv, marks = carry
-        return (kv, marks), _rms_norm(x, self.final_norm_D[...].astype(dtype), g.norm_eps)
+        hidden = _rms_norm(x, self.final_norm_D[...].astype(dtype), g.norm_eps)
+        return ((kv, marks), hidden, facts) if observe else ((kv, marks), hidden)
 
 
 def _layer(stack, layer, dtype):

@@ -75,12 +75,14 @@ class Decoder(torch.nn.Module):
 
     def hidden(
         self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2,
-        policy="mean",
+        policy="mean", observe=None,
     ):  # fmt: skip
         """Final hidden states [B, T, D] of right-padded sequences (causal: padding cannot leak).
 
         budget_T int32 [T] replays sparse decode in all layers but the first num_dense, the pages
         chosen by a policy of kernels_triton/policies.py (not "mean": always by the reference).
+        observe(q=, k=, v=, a=, x=) makes facts of a layer: then the result is (hidden states, list
+        of them).
         """
         g = self.geometry
         prefill = self.ops.flash_prefill
@@ -95,21 +97,28 @@ class Decoder(torch.nn.Module):
             q, k, v = _project(g, w, x, *turn)
             budget = None if layer < num_dense else budget_T
             a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
-            return _finish(g, w, x, a)
+            x = _finish(g, w, x, a)
+            if observe:
+                facts.append(observe(q=q, k=k, v=v, a=a, x=x))
+            return x
 
+        facts: list[Any] = []
         for layer in range(g.num_layers):
             x = checkpoint(block, x, layer, use_reentrant=False) if remat else block(x, layer)
-        return _rms_norm(x, self.final_norm_D, g.norm_eps)
+        hidden = _rms_norm(x, self.final_norm_D, g.norm_eps)
+        return (hidden, facts) if observe else hidden
 
     def extend(
         self, cache, tokens_BT, start_B, num_new_B, page_table_BP, *, k_B=None, max_selected=0,
-        num_dense=2,
+        num_dense=2, observe=None,
     ):  # fmt: skip
         """Append tokens to the paged cache, in place; hidden states [B, T, D] of the new positions.
 
         Row b adds num_new_B[b] <= T tokens at position start_B[b]; the rest of the row is padding.
         k_B None = dense decode, any T. Otherwise T = 1 and k_B is the budget of each row; layers
         past the first num_dense read min(k + 3, pages). cache = (kv_pages_LKMxCH, landmarks_LMKH).
+        observe(layer=, q=, marks=, pages=, lse=, sparse=) makes facts of a layer: then the result
+        is (hidden states, list of them).
         """
         g = self.geometry
         assert k_B is None or tokens_BT.shape[1] == 1, "sparse decode selects for one token per row"
@@ -125,21 +134,26 @@ class Decoder(torch.nn.Module):
             skipped = (num_pages_B - k_B - NUM_RESERVED).clamp(min=0) * page
             sparse = start_B - skipped, length_B - skipped
         turn = _rope_angles(position_BT, g.head_dim, g.rope_theta)
-        x = self.embed_VD[tokens_BT]
+        x, facts = self.embed_VD[tokens_BT], []
         for layer in range(g.num_layers):
             w = self._layer(layer)
             q, k, v = self.project(g, w, x, *turn)
             self.ops.append_kv(kv, marks, layer, k, v, page_table_BP, start_B, num_new_B)
             pages, listed = page_table_BP, dense
-            if k_B is not None and layer >= num_dense:
+            is_sparse = k_B is not None and layer >= num_dense
+            if is_sparse:
                 pages, _ = self.ops.select_pages(
                     q[:, 0], marks, layer, page_table_BP, num_pages_B, k_B,
                     max_selected=max_selected,
                 )  # fmt: skip
                 listed = sparse
-            a, _ = self.ops.sparse_decode(q, kv, layer, pages, *listed)
+            a, lse = self.ops.sparse_decode(q, kv, layer, pages, *listed)
+            if observe:
+                seen = {"layer": layer, "q": q, "marks": marks, "pages": pages, "lse": lse}
+                facts.append(observe(**seen, sparse=is_sparse))
             x = self.finish(g, w, x, a)
-        return _rms_norm(x, self.final_norm_D, g.norm_eps)
+        hidden = _rms_norm(x, self.final_norm_D, g.norm_eps)
+        return (hidden, facts) if observe else hidden
 
     def _layer(self, layer: int) -> dict[str, torch.Tensor]:
         return {name: w[layer] for name, w in self.layers.items()}

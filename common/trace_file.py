@@ -1,0 +1,107 @@
+"""The file of a trace: arrays by name in a compressed .npz, written one by one, and its meta data.
+
+meta                     JSON: format, backend, versions, device, dtype, settings, checksums
+tokens/*                 what was forced: tokens [B, T], prompt_len, total_len, logp of the actor
+stream/NAME/*            what was sampled: NAME = greedy, dense, sparse; tokens and logp [B, T]
+forward/*  score/*  replay/*  decode/*  grpo/*  grad/*  step/*        see common/trace.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+
+FORMAT = "sparrow-trace-1"
+_META = ("backend", "model_checksum", "prompts_checksum", "dtype", "settings", "device")
+
+
+class TraceWriter:
+    """`with TraceWriter(out) as trace`: the file appears whole at the end, or not at all."""
+
+    def __init__(self, out: Path):
+        self._out, self._temporary = out, out.with_name(f".{out.name}.tmp")
+
+    def __enter__(self) -> TraceWriter:
+        self._zip = zipfile.ZipFile(self._temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=6)
+        return self
+
+    def put(self, name: str, array: Any) -> None:
+        """Add one array."""
+        with self._zip.open(f"{name}.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+
+    def put_all(self, stage: str, arrays: Mapping[str, Any]) -> None:
+        """Add arrays under stage/name."""
+        for name, array in arrays.items():
+            self.put(f"{stage}/{name}", array)
+
+    def finish(self, meta: Mapping[str, Any]) -> None:
+        """Add the meta data: what a trace without it holds is not complete."""
+        text = json.dumps({"format": FORMAT, **meta}, allow_nan=False)
+        self.put("meta", np.frombuffer(text.encode(), np.uint8))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._zip.close()
+        if error is None:
+            os.replace(self._temporary, self._out)
+        else:
+            self._temporary.unlink(missing_ok=True)
+
+
+class Trace(Mapping[str, np.ndarray]):
+    """A trace as it lies on disk: arrays by name, read when they are asked for; `meta`."""
+
+    def __init__(self, path: str | Path):
+        """UserError, one line, for what is no complete trace."""
+        self.path = Path(path)
+        try:
+            self._file = np.load(self.path, allow_pickle=False)
+            self.meta = json.loads(bytes(self._file["meta"]))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file; `sparrow trace` writes one") from None
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path}: is no trace ({error}); record it anew") from error
+        known = isinstance(self.meta, dict) and self.meta.get("format") == FORMAT
+        missing = [key for key in _META if known and key not in self.meta]
+        if not known or missing:
+            what = f"has no {missing[0]}" if missing else f"expected format {FORMAT}"
+            raise UserError(f"{path}: {what}; record it anew with this version of sparrow")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        try:
+            return self._file[name]
+        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise UserError(f"{self.path}: {name} is damaged ({error}); copy it anew") from error
+
+    def __iter__(self):
+        return iter(self._file.files)
+
+    def __len__(self) -> int:
+        return len(self._file.files)
+
+    def stage(self, prefix: str) -> dict[str, np.ndarray]:
+        """All arrays under prefix/, by the rest of their names."""
+        names = [name for name in self if name.startswith(prefix + "/")]
+        return {name[len(prefix) + 1 :]: self[name] for name in names}
+
+
+def checksum(arrays: Any) -> str:
+    """sha256 of (name, array) pairs: names, shapes and float32 or integer contents."""
+    digest = hashlib.sha256()
+    for name, array in arrays:
+        array = np.ascontiguousarray(array)
+        digest.update(f"{name} {array.dtype} {array.shape};".encode())
+        digest.update(array.data)
+    return digest.hexdigest()

@@ -1,0 +1,149 @@
+"""What the torch backend computes, laid open for `sparrow trace` (common/trace.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from common import hf, sketch
+from common.config import Config
+from common.trace import FACTS, Update, greedy, loss_of
+from common.trace_decode import Step
+from common.types import TrainBatch
+from kernels_triton.reference import page_scores
+from sparrow_torch import backend, cache, learner
+from sparrow_torch.scorer import next_token_view
+
+
+def build(config: Config) -> TorchTracer:
+    """Engine, scorer and gradients with the weights of model.path."""
+    scorer, geometry, _ = backend.build_scorer(config)
+    engine = backend.build_engine(config, geometry=geometry, stop_ids=())
+    engine.load_weights(dict(hf.load(config.model.path)[1]), 0)
+    return TorchTracer(engine, scorer, config)
+
+
+def facts_of_layer(**seen):
+    """Projections of what a block computes, and the norm of its hidden state x, [B, T, ...]."""
+    flat = {FACTS[name]: y.reshape(*y.shape[:2], -1).float() for name, y in seen.items()}
+    to = lambda y: torch.from_numpy(sketch.directions(y.shape[-1])).to(y.device)  # noqa: E731
+    facts = {name: y @ to(y) for name, y in flat.items()}
+    return {**facts, "block_norm": flat["block"].norm(dim=-1)}
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> dict:
+    """Where and with what; part of a trace's meta data."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    versions = {"torch": torch.__version__, "numpy": np.__version__}
+    return {"device": name, "dtype": str(dtype).removeprefix("torch."), "versions": versions}
+
+
+def stacked(facts) -> dict[str, np.ndarray]:
+    """[L, ...] of a list of facts, one per layer."""
+    return {name: torch.stack([f[name] for f in facts]).cpu().numpy() for name in facts[0]}
+
+
+def top_tokens(logits_TV, temperature: float, number: int):
+    """Ids and log-probs [T, number] of the likeliest tokens by float32 logits."""
+    logp, ids = torch.log_softmax(logits_TV.float() / temperature, -1).topk(number)
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0)).cpu().numpy()  # noqa: E731
+    return pad(ids.int()), pad(logp)
+
+
+class TorchTracer:
+    """Tracer of common/trace.py."""
+
+    def __init__(self, engine, scorer, config: Config):
+        self.model, self.config, self.scorer = scorer.model, config, scorer
+        self.generate = engine.generate
+        embed = self.model.embed_VD
+        self.description = {**describe(embed.device, embed.dtype), "attention": self.model.ops.name}
+
+    def greedy(self, prompts, num_tokens):
+        return greedy(self.generate, prompts)
+
+    def tensor(self, x) -> torch.Tensor:
+        return torch.as_tensor(x, device=self.model.embed_VD.device).long()
+
+    @torch.no_grad()
+    def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
+        return stacked(self.model.hidden(self.tensor(tokens_BT), observe=facts_of_layer)[1])
+
+    @torch.no_grad()
+    def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void."""
+        found = []
+        for row_T in self.tensor(tokens_BT):
+            hidden, _ = next_token_view(self.model.hidden(row_T[None]), row_T[None])
+            found.append(
+                top_tokens(self.model.logits(hidden), self.config.rollout.temperature, number)
+            )
+        return np.stack([ids for ids, _ in found]), np.stack([logp for _, logp in found])
+
+    def decoder(self, table_BP, max_selected: int) -> TorchCache:
+        return TorchCache(self, table_BP, max_selected)
+
+    def update(self, batch: TrainBatch) -> Update:
+        c, model = self.config, self.model
+        numbers = (c.grpo.clip_low, c.grpo.clip_high, c.grpo.kl_coef)
+        losses = [
+            float(
+                learner.accumulate_gradient(model, m, numbers, True, c.rollout.temperature)["loss"]
+            )
+            for m in batch.minibatches[0]
+        ]
+        for p in model.parameters():
+            p.grad /= batch.denominators[0]
+        gradients = {n: p.grad.float().cpu().numpy() for n, p in model.named_parameters()}
+        weights = functools.partial(new_weights, c, gradients)
+        return Update(loss_of(losses, batch), iter(gradients.items()), weights)
+
+
+class TorchCache:
+    """Cache of common/trace_decode.py."""
+
+    def __init__(self, tracer: TorchTracer, table_BP, max_selected: int):
+        self._model, self._tensor = tracer.model, tracer.tensor
+        self._rollout, self._max_selected = tracer.config.rollout, max_selected
+        self._table = tracer.tensor(table_BP)
+        self._cache = cache.allocate(self._model, 1 + table_BP.size, self._rollout.page_size)
+
+    @torch.no_grad()
+    def prefill(self, tokens_BT, start_B, num_new_B) -> None:
+        new = (self._tensor(x) for x in (tokens_BT, start_B, num_new_B))
+        self._model.extend(self._cache, *new, self._table)
+
+    @torch.no_grad()
+    def step(self, token_B, start_B, num_new_B, k_B) -> Step:
+        new = (self._tensor(x) for x in (token_B[:, None], start_B, num_new_B))
+        _, facts = self._model.extend(
+            self._cache, *new, self._table, k_B=self._tensor(k_B),
+            max_selected=self._max_selected, num_dense=self._rollout.num_dense_layers,
+            observe=self._facts,
+        )  # fmt: skip
+        sparse = [f for f in facts if "pages" in f]
+        lse = stacked([{"lse": f["lse"]} for f in facts])["lse"]
+        return Step(lse, *(stacked(sparse)[name] for name in ("pages", "scores")))
+
+    def _facts(self, layer, q, marks, pages, lse, sparse):
+        if not sparse:
+            return {"lse": lse[:, 0]}
+        scores = page_scores(q[:, 0], marks, layer, self._table)
+        return {"lse": lse[:, 0], "pages": pages, "scores": scores}
+
+
+def new_weights(config: Config, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """float32 weights of model.path after one optimizer step, by name."""
+    weights = {n: torch.nn.Parameter(torch.tensor(x)) for n, x in hf.load(config.model.path)[1]}
+    for name, w in weights.items():
+        w.grad = torch.tensor(gradients[name])
+    c = config.learner
+    torch.nn.utils.clip_grad_norm_(weights.values(), c.max_grad_norm)
+    torch.optim.AdamW(
+        weights.values(), lr=c.learning_rate / max(c.warmup_steps, 1), betas=(c.beta1, c.beta2),
+        weight_decay=c.weight_decay,
+    ).step()  # fmt: skip
+    return {name: w.detach().numpy() for name, w in weights.items()}

@@ -1,0 +1,142 @@
+"""What transformers' own models compute, for `sparrow trace --backend=transformers`.
+
+The judge from outside: Qwen3ForCausalLM and LlamaForCausalLM as they are, in eager attention.
+They sample nothing here and decode densely, so they take the tokens of another trace, and what
+concerns pages is not recorded. q and k after RoPE are not visible from outside either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import transformers
+
+from common import hf
+from common.batched_scorer import BatchedScorer
+from common.config import Config
+from common.trace import Update, loss_of
+from common.types import TrainBatch
+from sparrow_torch import tracer
+from sparrow_torch.backend import compute_dtype
+from sparrow_torch.learner import policy_loss_sum
+from sparrow_torch.scorer import align
+
+
+def build(config: Config) -> TransformersTracer:
+    """The model of model.path, in the configured type on this machine's device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = compute_dtype(config.learner.dtype, device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=dtype, attn_implementation="eager"
+    )
+    return TransformersTracer(model.to(device).eval(), config)
+
+
+class TransformersTracer:
+    """Tracer of common/trace.py."""
+
+    generate = decoder = None
+
+    def __init__(self, model, config: Config):
+        self.model, self.config = model, config
+        self.scorer = TransformersScorer(model, config)
+        self.description = tracer.describe(model.device, model.dtype)
+        self.description["versions"]["transformers"] = transformers.__version__
+        self.description["attention"] = "eager"
+
+    def _tensor(self, x) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(x), device=self.model.device).long()
+
+    @torch.no_grad()
+    def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs [B, N], one prompt at a time, through transformers' cache."""
+        how = transformers.GenerationConfig(
+            max_new_tokens=num_tokens, do_sample=False, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        rows = []
+        for prompt in prompts:
+            given = self._tensor(prompt.tokens)[None]
+            out = self.model.generate(
+                given, attention_mask=torch.ones_like(given), generation_config=how
+            )
+            tokens = out.sequences[0, len(prompt.tokens) :]
+            logp = torch.log_softmax(torch.cat(out.logits).float(), -1)
+            rows.append((tokens, logp.gather(1, tokens[:, None])[:, 0]))
+        return tuple(torch.stack(x).cpu().numpy() for x in zip(*rows, strict=True))
+
+    @torch.no_grad()
+    def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
+        """v, the attention's output and the block's output of each layer, by hooks."""
+        layers = self.model.model.layers
+        seen: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+        hooks = []
+        for layer, facts in zip(layers, seen, strict=True):
+            keep = functools.partial(_keep, facts)
+            attention = layer.self_attn
+            hooks += [
+                attention.v_proj.register_forward_hook(lambda _, x, y, keep=keep: keep("v", y)),
+                attention.o_proj.register_forward_pre_hook(lambda _, x, keep=keep: keep("a", x)),
+                layer.register_forward_hook(lambda _, x, y, keep=keep: keep("x", y)),
+            ]
+        self.model(self._tensor(tokens_BT), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen])
+
+    @torch.no_grad()
+    def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
+        found = []
+        for row in tokens_BT:
+            logits = self.model(self._tensor(row)[None], use_cache=False).logits[0, :-1]
+            found.append(tracer.top_tokens(logits, self.config.rollout.temperature, number))
+        return np.stack([ids for ids, _ in found]), np.stack([logp for _, logp in found])
+
+    def update(self, batch: TrainBatch) -> Update:
+        c, losses = self.config, []
+        for m in batch.minibatches[0]:
+            arrays = {n: torch.as_tensor(x, device=self.model.device) for n, x in vars(m).items()}
+            logp_BT, _ = self.scorer.logp_and_entropy(m.tokens_BT, c.rollout.temperature)
+            numbers = (c.grpo.clip_low, c.grpo.clip_high, c.grpo.kl_coef)
+            loss, _ = policy_loss_sum(logp_BT, arrays, *numbers, True)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        for p in self.model.parameters():
+            p.grad /= batch.denominators[0]
+        geometry = hf.read_geometry(c.model.path)
+        own = {n: p.grad.float().cpu().numpy() for n, p in self.model.named_parameters()}
+        gradients = dict(hf.stack(own, geometry))
+        weights = functools.partial(tracer.new_weights, c, gradients)
+        return Update(loss_of(losses, batch), iter(gradients.items()), weights)
+
+
+def _keep(facts: dict[str, torch.Tensor], name: str, value) -> None:
+    """For hooks: what a module was given or gave, alone or as the first of several."""
+    facts[name] = value[0] if isinstance(value, tuple) else value
+
+
+class TransformersScorer(BatchedScorer):
+    """Dense log-probs; there is no sparse pass to replay."""
+
+    def __init__(self, model, config: Config):
+        super().__init__(config)
+        self.model = model
+
+    def logp_and_entropy(self, tokens_BT, temperature: float):
+        """Of every token but the first, [B, T], row by row of the logits' softmax."""
+        tokens = torch.as_tensor(np.asarray(tokens_BT), device=self.model.device).long()
+        logits = self.model(tokens, use_cache=False).logits[:, :-1].float() / temperature
+        logp = torch.log_softmax(logits, -1)
+        chosen = logp.gather(-1, tokens[:, 1:, None])[..., 0]
+        entropy = -(logp.exp() * logp).sum(-1)
+        return align(chosen.reshape(-1), tokens), align(entropy.reshape(-1), tokens)
+
+    @torch.no_grad()
+    def score(self, tokens_BT, temperature):
+        return [x.cpu().numpy() for x in self.logp_and_entropy(tokens_BT, float(temperature))]
+
+    def overlaps(self, *args, **kwargs):
+        raise NotImplementedError("transformers' models have no block-sparse pass")
