@@ -225,7 +225,9 @@ class LearnerConfig(_Checked):
         "compute type; auto = bfloat16 on TPU and GPU, float32 on CPU",
         choices=("auto", "float32", "bfloat16"),
     )
-    mesh: tuple[int, int, int] = setting((1, 1, 1), "devices along data, fsdp, tensor")
+    mesh: tuple[int, int, int] = setting(
+        (1, 1, 1), "devices along data, fsdp, tensor; a stopped run may go on with another mesh"
+    )
 
     def validate(self) -> None:
         buckets = self.length_buckets

@@ -29,6 +29,7 @@ from common.config import Config
 from common.errors import UserError
 
 MAY_CHANGE = ("num_steps", "eval_every", "checkpoint_every", "keep_checkpoints", "name")
+MAY_CHANGE += ("learner.mesh",)  # where a run computes, not what
 """Settings that a resumed run may be given anew; all others would make it another run."""
 
 _KIND = "sparrow-run"

@@ -6,6 +6,9 @@
 <directory>/tmp_*            being written or being deleted; removed at the next start
 <directory>/replaced_*       a step being saved again; put back if a kill fell there
 <directory>/damaged_*        set aside by `restore`, which said why
+
+A checkpoint is of no mesh: whatever devices wrote it, `restore` places every array as the learner
+has placed its own.
 """
 
 from __future__ import annotations

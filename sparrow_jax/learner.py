@@ -32,6 +32,7 @@ from sparrow_jax.scorer import token_logprobs
 FIELDS = ("tokens_BT", "loss_mask_BT", "advantage_BT", "weight_BT", "logp_old_BT", "logp_ref_BT")
 
 
+@functools.cache  # one object for equal settings: a second learner compiles no second step
 def make_optimizer(c: LearnerConfig) -> optax.GradientTransformation:
     """AdamW with linear warm-up, after clipping by global norm."""
     rate = optax.linear_schedule(

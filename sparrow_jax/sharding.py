@@ -22,18 +22,33 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
 
 
 def shard_params(params, mesh: Mesh):
-    """Place every parameter by its entry of PARTITION (matched by its own name)."""
+    """Place every parameter by its entry of PARTITION (matched by its own name).
+
+    ValueError if an axis of the mesh does not divide what is to be split over it.
+    """
 
     def place(path, value):
-        return jax.device_put(value, NamedSharding(mesh, partition(path)))
+        spec = partition(path)
+        for size, axis in zip(value.shape, spec, strict=False):
+            if axis and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"learner.mesh={tuple(mesh.shape.values())}: cannot split {size} of "
+                    f"{_parameter(path)} {list(value.shape)} over {axis}={mesh.shape[axis]}; "
+                    f"expected a {axis} that divides it"
+                )
+        return jax.device_put(value, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
 
 def partition(path) -> P:
     """Entry of PARTITION for a parameter, found by the last named step of its tree path."""
+    return PARTITION[_parameter(path)]
+
+
+def _parameter(path) -> str:
     names = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
-    return next(PARTITION[name] for name in reversed(names) if name in PARTITION)
+    return next(name for name in reversed(names) if name in PARTITION)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

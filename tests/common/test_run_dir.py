@@ -10,7 +10,7 @@ import time
 import pytest
 
 from common import overrides, run_dir
-from common.config import Config, RolloutConfig, TaskConfig
+from common.config import Config, LearnerConfig, RolloutConfig, TaskConfig
 from common.errors import UserError
 
 
@@ -47,6 +47,19 @@ def test_the_same_command_goes_on_and_may_be_longer(tmp_path):
     run_dir.open_run(tmp_path, longer, "train").close()
     assert run_dir.read_config(tmp_path) == longer
     assert len(json.loads((tmp_path / "run.json").read_text())["starts"]) == 2
+
+
+def test_a_run_may_move_to_another_mesh_and_change_nothing_else_of_the_learner(tmp_path):
+    run_dir.open_run(tmp_path, Config(learner=LearnerConfig(mesh=(1, 8, 1))), "train").close()
+    give_result(tmp_path)
+    moved = Config(learner=LearnerConfig(mesh=(2, 2, 2)))
+    run_dir.open_run(tmp_path, moved, "train").close()
+    assert run_dir.read_config(tmp_path) == moved
+    changes = {"dtype": "float32", "tokens_per_microbatch": 512, "remat": False, "beta2": 0.9}
+    for name, value in changes.items():
+        other = Config(learner=LearnerConfig(mesh=(1, 1, 1), **{name: value}))
+        assert f"differs in learner.{name}:" in refused(tmp_path, other)
+    assert run_dir.read_config(tmp_path) == moved
 
 
 def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost(tmp_path):

@@ -196,3 +196,11 @@ def test_every_parameter_is_placed_and_kept():
     assert placed["embed_VD"].sharding.spec == PARTITION["embed_VD"]
     np.testing.assert_array_equal(placed["layers"]["q_LDNH"], tree["layers"]["q_LDNH"])
     assert sharding.batch_sharding(mesh).spec == sharding.BATCH
+
+
+def test_a_mesh_that_does_not_divide_the_model_gets_one_line():
+    mesh = jax.sharding.AbstractMesh((2, 1, 4), ("data", "fsdp", "tensor"))
+    tree = {"layers": {"k_LDKH": np.ones((2, 3, 2, 8), np.float32)}}
+    words = r"learner.mesh=\(2, 1, 4\): cannot split 2 of k_LDKH \[2, 3, 2, 8\] over tensor=4"
+    with pytest.raises(ValueError, match=words):
+        sharding.shard_params(tree, mesh)
