@@ -1,14 +1,15 @@
-"""The GRPO loss and its gradients in torch: for cross-checks, the learner itself is Flax.
+"""The GRPO loss, its gradients and AdamW in torch: for cross-checks, the learner itself is Flax.
 
-The same function as sparrow_jax/learner.py; its docstring has the formula.
+The same functions as in sparrow_jax/learner.py; its docstring has the formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from common.config import LearnerConfig
 from common.types import MicroBatch
 from sparrow_torch.model import Decoder
 from sparrow_torch.scorer import token_logprobs
@@ -48,3 +49,34 @@ def accumulate_gradient(
     loss, sums = policy_loss_sum(logp_BT, arrays, *numbers, fresh)
     loss.backward()
     return {name: x.detach() for name, x in sums.items()}
+
+
+def make_optimizer(c: LearnerConfig, model: Decoder) -> Callable[[float], float]:
+    """AdamW with linear warm-up, after clipping by global norm, as sparrow_jax's of this name.
+
+        g    = .grad / denominator;   g *= min(1, max_grad_norm / ||g||)
+        rate = learning_rate * min((1 + n (warmup_steps - 1) / warmup_steps) / warmup_steps, 1)
+        w   -= rate * (m_hat / (sqrt(v_hat) + 1e-8) + weight_decay w)        at step n = 0, 1, ...
+
+    Returns step(denominator): one such step from the summed gradients in .grad, which it clears;
+    the norm of the gradient before clipping.
+    """
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters, c.learning_rate, (c.beta1, c.beta2), weight_decay=c.weight_decay
+    )
+    warmup = max(c.warmup_steps, 1)
+    ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup)
+
+    def step(denominator: float) -> float:
+        grads = [x.grad for x in parameters if x.grad is not None]
+        torch._foreach_div_(grads, denominator)
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        if norm > c.max_grad_norm:
+            torch._foreach_mul_(grads, c.max_grad_norm / norm)
+        optimizer.step()
+        ramp.step()
+        optimizer.zero_grad()
+        return norm
+
+    return step

@@ -95,11 +95,9 @@ def test_the_same_tokens_as_jax(geometry, schedule):
     assert want.total_len_B.max() > 40 and want.response_mask_BT.sum() > 300
 
 
-@pytest.mark.parametrize("sampling", [
-    {"temperature": 0.6}, {"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.8},
-])  # fmt: skip
-def test_the_same_tokens_at_other_temperatures_and_top_p(sampling):
-    assert_same(*(generate(f(QWEN), **sampling) for f in (torch_engine, jax_engine)))
+def test_the_same_tokens_without_noise():
+    """test_portable_noise.py has other temperatures and top-p."""
+    assert_same(*(generate(f(QWEN), temperature=0.0) for f in (torch_engine, jax_engine)))
 
 
 def test_with_ignore_eos_rows_go_on_to_the_limit():
