@@ -21,7 +21,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study smollm2 smollm2-sampled bench tpu-compile gpu-compile lint lock clean
+.PHONY: help demo test study smollm2 smollm2-sampled crosscheck bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -90,6 +90,10 @@ smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on giv
 
 smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 20 minutes
 	$(SPARROW) profile --config=configs/smollm2.py --model=$(SMOLLM2)/model --out=$(SMOLLM2)/sampled.json
+
+crosscheck: $(VENV)/.test ## numerics of jax, torch and transformers against each other, on this machine, about 4 minutes
+	@mkdir -p runs
+	$(BIN)/python -m common.crosscheck runs/crosscheck
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

@@ -5,7 +5,7 @@ The same functions as in sparrow_jax/learner.py; its docstring has the formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -51,7 +51,9 @@ def accumulate_gradient(
     return {name: x.detach() for name, x in sums.items()}
 
 
-def make_optimizer(c: LearnerConfig, model: Decoder) -> Callable[[float], float]:
+def make_optimizer(
+    c: LearnerConfig, parameters: Iterable[torch.nn.Parameter]
+) -> Callable[[float], float]:
     """AdamW with linear warm-up, after clipping by global norm, as sparrow_jax's of this name.
 
         g    = .grad / denominator;   g *= min(1, max_grad_norm / ||g||)
@@ -61,7 +63,7 @@ def make_optimizer(c: LearnerConfig, model: Decoder) -> Callable[[float], float]
     Returns step(denominator): one such step from the summed gradients in .grad, which it clears;
     the norm of the gradient before clipping.
     """
-    parameters = list(model.parameters())
+    parameters = list(parameters)
     optimizer = torch.optim.AdamW(
         parameters, c.learning_rate, (c.beta1, c.beta2), weight_decay=c.weight_decay
     )

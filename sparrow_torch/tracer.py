@@ -140,10 +140,5 @@ def new_weights(config: Config, gradients: Mapping[str, np.ndarray]) -> dict[str
     weights = {n: torch.nn.Parameter(torch.tensor(x)) for n, x in hf.load(config.model.path)[1]}
     for name, w in weights.items():
         w.grad = torch.tensor(gradients[name])
-    c = config.learner
-    torch.nn.utils.clip_grad_norm_(weights.values(), c.max_grad_norm)
-    torch.optim.AdamW(
-        weights.values(), lr=c.learning_rate / max(c.warmup_steps, 1), betas=(c.beta1, c.beta2),
-        weight_decay=c.weight_decay,
-    ).step()  # fmt: skip
+    learner.make_optimizer(config.learner, weights.values())(1.0)
     return {name: w.detach().numpy() for name, w in weights.items()}

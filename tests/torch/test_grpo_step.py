@@ -268,7 +268,7 @@ def test_one_optimizer_step():
         for m in batch.minibatches[0]
     ]
     grads = {name: x.grad.abs().numpy() for name, x in model.named_parameters()}
-    step = in_torch.make_optimizer(c.learner, model)
+    step = in_torch.make_optimizer(c.learner, model.parameters())
     norm = step(batch.denominators[0])
     np.testing.assert_allclose(norm, record["grpo/grad_norm"], rtol=1e-6)
     np.testing.assert_allclose(
@@ -297,7 +297,7 @@ def six_steps(backend, c):
             w = optax.apply_updates(w, updates)
         return np.concatenate([np.ravel(x) for x in w])
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.tensor(x)) for x in w])
-    step = in_torch.make_optimizer(c, model)
+    step = in_torch.make_optimizer(c, model.parameters())
     for grads in many:
         for x, g in zip(model, grads, strict=True):
             x.grad = torch.tensor(8 * g)
