@@ -139,7 +139,7 @@ def row_of(
     seen = dev[~np.isnan(dev)]
     if not seen.size:
         return Row(name=name, largest=0.0, mean=0.0, limit=limit, ok=None, where="not compared")
-    layered = axes[0] == "layer"
+    layered = tuple(axes[:1]) == ("layer",)
     layers = dev.reshape(len(dev) if layered else 1, -1)
     filled = np.where(np.isnan(layers), 0.0, layers)
     largest, mean = filled.max(1), filled.sum(1) / np.maximum((~np.isnan(layers)).sum(1), 1)
@@ -239,11 +239,11 @@ def _decode(a: Trace, b: Trace, same_BT: np.ndarray, limit) -> Iterator[Row]:
     yield row_of("decode/page_scores", dev, limit["page_scores"], axes, dense)
     dev = np.where(judged[..., None], np.where(differ, gap, 0.0), np.nan)
     row = row_of("decode/pages", dev, limit["pages"], (*axes, "head"), dense)
-    share = f"{differ.mean():.2%} of the lists differ"
-    ties = (
-        f"{share}, all of them ties" if row.ok and differ.any() else share if differ.any() else ""
-    )
-    yield dataclasses.replace(row, where=f"{row.where}; {share}" if row.where else ties)
+    if differ.any():
+        share = f"{differ.mean():.2%} of the lists differ"
+        words = f"{row.where}; {share}" if row.where else f"{share}; the first of each row is a tie"
+        row = dataclasses.replace(row, where=words)
+    yield row
     clean = np.concatenate([np.broadcast_to(clean[:1], (dense, B, R)), clean]) if dense else clean
     dev = _gap(
         a["decode/lse"], b["decode/lse"], np.broadcast_to(clean[..., None], a["decode/lse"].shape)
@@ -270,7 +270,7 @@ def _train(a: Trace, b: Trace, limit) -> Iterator[Row]:
     weight = np.abs(np.float64(a["grpo/weight"]) - b["grpo/weight"])
     yield row_of("grpo/weight", weight, limit["weight"], ("row", "position"))
     dev = np.abs(a["grpo/loss"] - b["grpo/loss"]) / a["grpo/scale"]
-    yield row_of("grpo/loss", np.reshape(dev, 1), limit["loss"], ("value",))
+    yield row_of("grpo/loss", np.reshape(dev, 1), limit["loss"], ())
     for stage in ("grad", "step"):
         names = [n[: -len("/norm")] for n in a if n.startswith(stage + "/") and n.endswith("/norm")]
         for name in names:

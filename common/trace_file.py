@@ -67,8 +67,9 @@ class Trace(Mapping[str, np.ndarray]):
         """UserError, one line, for what is no complete trace."""
         self.path = Path(path)
         try:
-            self._file = np.load(self.path, allow_pickle=False)
-            self.meta = json.loads(bytes(self._file["meta"]))
+            with np.load(self.path, allow_pickle=False) as file:
+                self._names = tuple(file.files)
+                self.meta = json.loads(bytes(file["meta"]))
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; `sparrow trace` writes one") from None
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
@@ -81,15 +82,16 @@ class Trace(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         try:
-            return self._file[name]
+            with np.load(self.path, allow_pickle=False) as file:
+                return file[name]
         except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise UserError(f"{self.path}: {name} is damaged ({error}); copy it anew") from error
 
     def __iter__(self):
-        return iter(self._file.files)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._file.files)
+        return len(self._names)
 
     def stage(self, prefix: str) -> dict[str, np.ndarray]:
         """All arrays under prefix/, by the rest of their names."""

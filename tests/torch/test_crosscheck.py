@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from common import batching, compare, trace
 from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig
+from common.errors import UserError
 from common.trace_file import Trace
+from common.trace_prompts import read_prompts
 from kernels_triton.ops import REFERENCE
 from sparrow_torch import backend, model, scorer
 from tests.jax import tiny_model
@@ -196,3 +199,59 @@ def test_bfloat16_is_within_its_own_limits_and_a_fault_is_not(traces, monkeypatc
     assert verdict.startswith(
         "DIFFERENT, first in forward/q (queries after norm and RoPE), layer 0"
     )
+
+
+def test_transformers_is_the_judge_from_outside(traces):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs = traces.record("transformers", "theirs", force=traces.jax.path)
+    result = compare.compare(traces.jax, theirs)
+    judged = {row.name for row in result.rows if row.ok}
+    assert result.ok, result.verdict
+    assert {"forward/v", "forward/attention", "forward/block", "score/logp", "grpo/loss",
+            "grad/layers.o_LNHD", "step/embed_VD", "stream/greedy"} <= judged  # fmt: skip
+    assert not any(name.startswith("decode") for name in theirs)
+    with pytest.raises(UserError, match="does not sample; give --force_tokens"):
+        traces.record("transformers", "alone")
+
+
+def test_what_cannot_be_traced_is_refused_in_one_line(traces, tmp_path):
+    def refused(words, backend="torch", prompts=None, **changes):
+        with pytest.raises(UserError, match=words) as caught:
+            trace.trace(
+                changes.pop("config", traces.config()), backend, prompts or traces.prompts,
+                tmp_path / "x.npz", **{"force": None, "num_prompts": 3, "prompt_tokens": 40,
+                                       "num_tokens": 4} | changes,
+            )  # fmt: skip
+        assert "\n" not in str(caught.value) and not list(tmp_path.glob("*.npz"))
+
+    refused("--backend=vllm: not built in; use jax, torch, transformers", backend="vllm")
+    refused("8 prompts of 24 to 40 tokens, expected 9", num_prompts=9)
+    refused("0 prompts of 24 to 20 tokens", prompt_tokens=20)
+    refused("trace needs --model", config=Config())
+    refused("is a trace of other settings", force=traces.jax.path, num_tokens=5)
+    refused("is a trace of other prompts", force=traces.jax.path, num_prompts=2, num_tokens=12)
+    broken = tmp_path / "p.json"
+    for content, words in (
+        ("[[1, 2", "is no JSON"), ('{"a": 1}', "list of lists"), ("[[1.5]]", "list of lists"),
+        (json.dumps([[260] * 40] * 3), "has token 260, the model has 260"),
+    ):  # fmt: skip
+        broken.write_text(content)
+        refused(words, prompts=broken)
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
+    refused("is no UTF-8 text", prompts=tmp_path / "p.txt")
+
+
+def test_prompts_come_from_text_and_from_rows_of_a_task(traces, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    codec = tokenizers.Tokenizer.from_file(f"{traces.model}/tokenizer.json")
+    text = "The quick brown fox jumps over the lazy dog. " * 5
+    (tmp_path / "p.txt").write_text(text)
+    rows = read_prompts(traces.config(), tmp_path / "p.txt", 3, 40, least=24)
+    assert [codec.decode(p.tokens) for p in rows] == [text[i : i + 40] for i in (0, 40, 80)]
+    assert [p.prompt_id for p in rows] == [0, 1, 2]
+    row = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
+    lines = [row | {"prompt": [{"role": "user", "content": f"{i} {text}"}]} for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (Path(traces.model) / "chat_template.jinja").write_text("> {{ messages[0]['content'] }}")
+    rows = read_prompts(traces.config(), tmp_path / "p.jsonl", 2, 40, least=24)
+    assert [codec.decode(p.tokens) for p in rows] == [f"> {i} {text}"[:40] for i in (0, 1)]
