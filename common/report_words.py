@@ -14,6 +14,7 @@ from common.plots import Run, is_number
 
 _SEED_KEYS = ("name", "task.seed", "rollout.seed", "model.init_seed", "warmup.seed")
 _ROLLOUT = "throughput/rollout_tokens_per_second"
+_PERCENTILE = {"p5": "5th", "p1": "1st"}
 _STEP = "throughput/step_tokens_per_second"
 
 
@@ -102,21 +103,30 @@ def _reward(run: LoadedRun) -> str:
 
 
 def _mismatch(run: LoadedRun) -> str:
-    steps, p5 = run.plot.series("mismatch/p5_min")
-    if not len(p5):
+    name = _criterion(run)
+    steps, tail = run.plot.series(f"mismatch/{name}_min")
+    if not len(tail):
         return f"{run.plot.name}: mismatch not measured." if run.plot.records else ""
-    worst = int(np.argmin(p5))
-    text = f"{run.plot.name}: the lowest 5th percentile of alpha was {p5[worst]:.3f}"
+    worst = int(np.argmin(tail))
+    text = f"{run.plot.name}: the lowest {_PERCENTILE[name]} percentile of alpha was "
+    text += f"{tail[worst]:.3f}"
     tau = run.plot.tau
     if tau is None:
         return text + "."
-    below = int((p5 < tau).sum())
+    below = int((tail < tau).sum())
     if not below:
-        return text + f", at or above tau = {tau:g} at all {len(p5)} measured steps."
+        return text + f", at or above tau = {tau:g} at all {len(tail)} measured steps."
     return (
-        text + f" (step {int(steps[worst])}), below tau = {tau:g} at {below} of {len(p5)} "
+        text + f" (step {int(steps[worst])}), below tau = {tau:g} at {below} of {len(tail)} "
         "measured steps."
     )
+
+
+def _criterion(run: LoadedRun) -> str:
+    """The tail that the run's recipe judges."""
+    mismatch = run.config.get("mismatch")
+    is_p1 = isinstance(mismatch, Mapping) and mismatch.get("quantile") == 0.01
+    return "p1" if is_p1 else "p5"
 
 
 def _median(run: LoadedRun, key: str) -> float | None:
@@ -169,7 +179,7 @@ def tiles(runs: Sequence[LoadedRun]) -> list[tuple[str, list[tuple[str, str]]]]:
     base = dense_run(runs)
     rows: list[tuple[str, list[tuple[str, str]]]] = [
         ("Held-out reward", [_held_tile(run) for run in runs]),
-        ("Lowest p5 of alpha", [_p5_tile(run) for run in runs]),
+        ("Lowest tail of alpha", [_tail_tile(run) for run in runs]),
         ("Rollout tokens/s", [_speed_tile(run, base, _ROLLOUT) for run in runs]),
         ("Whole-step tokens/s", [_speed_tile(run, base, _STEP) for run in runs]),
         ("Pages read", [_last_tile(run, "rollout/share_of_pages", 100, " %") for run in runs]),
@@ -186,12 +196,13 @@ def _held_tile(run: LoadedRun) -> tuple[str, str]:
     return f"{reward:.3f}", "" if low is None else f"{low:.2f}..{high:.2f}"
 
 
-def _p5_tile(run: LoadedRun) -> tuple[str, str]:
-    p5 = run.plot.series("mismatch/p5_min")[1]
-    if not len(p5):
+def _tail_tile(run: LoadedRun) -> tuple[str, str]:
+    name = _criterion(run)
+    tail = run.plot.series(f"mismatch/{name}_min")[1]
+    if not len(tail):
         return "-", "not measured"
     tau = run.plot.tau
-    return f"{p5.min():.3f}", "" if tau is None else f"tau {tau:g}"
+    return f"{tail.min():.3f}", name if tau is None else f"{name}, tau {tau:g}"
 
 
 def _speed_tile(run: LoadedRun, base: LoadedRun | None, key: str) -> tuple[str, str]:

@@ -216,6 +216,19 @@ def test_verdict_by_hand(tmp_path):
     assert "no speedup is stated" in verdict(runs[1:])
 
 
+def test_a_recipe_that_judges_p1_is_judged_by_p1(tmp_path):
+    records = [speed(step, 9, 9) | {"mismatch/p5_min": 0.95, "mismatch/p1_min": p1}
+               for step, p1 in enumerate([0.9, 0.7])]  # fmt: skip
+    for quantile, words, tile in (
+        (0.01, "lowest 1st percentile of alpha was 0.700 (step 1), below tau = 0.86 at 1 of 2 ",
+         ("0.700", "p1, tau 0.86")),
+        (0.05, "lowest 5th percentile of alpha was 0.950, at or above", ("0.950", "p5, tau 0.86")),
+    ):  # fmt: skip
+        config = {"name": "S", "mismatch": {"tau": 0.86, "quantile": quantile}}
+        runs = load_runs([write_records(tmp_path / str(quantile), records, config=config)])
+        assert words in verdict(runs) and dict(tiles(runs))["Lowest tail of alpha"] == [tile]
+
+
 def test_seeds_are_counted_per_arm(tmp_path):
     configs = [
         {"name": "d0", "task": {"seed": 0}, "rollout": {"schedule": "dense", "seed": 0}},
