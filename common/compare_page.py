@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from common import html_page, plots
-from common.compare import FORWARD, Comparison, Row, meaning, shown
+from common.compare import Comparison, meaning, shown
+from common.deviations import FORWARD, Row
 from common.html_page import text
 from common.run_dir import atomic_write_text
 from common.trace_file import Trace
@@ -63,7 +64,7 @@ def _rows(rows: list[Row]) -> str:
 
 
 def _parameters(result: Comparison) -> list[Row]:
-    return [row for row in result.rows if row.name.split("/")[0] in ("grad", "step")]
+    return [row for row in result.rows if row.name.startswith(("grad", "step"))]
 
 
 def _figures(result: Comparison, *dtypes: str) -> Iterator[tuple[str | None, str]]:

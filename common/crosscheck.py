@@ -44,8 +44,8 @@ OTHERS = (
 )
 COLUMNS = {
     "activations": ("forward/",), "log-probs": ("score/",), "alpha": ("replay/",),
-    "pages": ("decode/page",), "LSE": ("decode/lse",), "loss": ("grpo/loss",),
-    "gradients": ("grad/",), "tokens": ("stream/",),
+    "pages": ("decode/page",), "LSE": ("decode/lse",), "loss": ("grpo/",),
+    "gradients": ("grad/",), "step": ("step/",), "tokens": ("stream/",),
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def record(model: Path, backend: str, dtype: str, force: Path | None) -> Path:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{' '.join(command[2:])} failed: {done.stderr.strip()[-500:]}")
+        raise UserError(f"{' '.join(command[2:])} failed: {done.stderr.strip().splitlines()[-1]}")
     return out
 
 
@@ -100,10 +100,11 @@ def cell(result: Comparison, prefixes: Sequence[str]) -> str:
     rows = [row for row in rows if row.where != "not compared"]
     if not rows:
         return "-"
-    worst = max(row.largest for row in rows)
+    mark = " !" if any(row.ok is False for row in rows) else ""
     if prefixes == COLUMNS["tokens"]:
-        return "same" if worst == 0 else f"{1 - worst:.0%} same"
-    return f"{worst:.0e}" + (" !" if any(row.ok is False for row in rows) else "")
+        parted = max(row.largest for row in rows if not row.name.endswith("/logp"))
+        return (f"{1 - parted:.0%} same" if parted else "same") + mark
+    return f"{max(row.largest for row in rows):.0e}{mark}"
 
 
 def main(out: Path) -> int:
@@ -140,4 +141,7 @@ def main(out: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m common.crosscheck OUT")
-    sys.exit(main(Path(sys.argv[1])))
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except UserError as error:
+        sys.exit(f"crosscheck: {error}")

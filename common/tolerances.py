@@ -4,7 +4,8 @@
     with bfloat16           8 bits of precision, through all layers: single values may be far off,
                             so that it is the mean that tells a fault from rounding
 
-Relative: to the rms of the quantity in its layer (activations, scores), to the norm (gradients,
+Relative: to the rms of what stands at the position, or to the layer's median position if that is
+more (activations), to the rms of the layer (scores), to the norm (gradients,
 steps of the weights), to the terms' sizes (loss: terms cancel); the others are absolute, in nats or
 shares. Sampled tokens of float32 traces have to be equal; with bfloat16 they part sooner or later,
 and the first step of Adam is nearly the sign of each gradient: both are reported and not judged.
@@ -33,7 +34,9 @@ _FLOAT32 = {
     "weight": Limit(1e-4, 3e-5),
     "loss": Limit(1e-5, 1e-5),
     "grad": Limit(1e-4, 1e-4),
+    "grad_norm": Limit(1e-4, 1e-4),
     "step": Limit(1e-2, 1e-2),
+    "step_norm": Limit(1e-2, 1e-2),
 }
 _BFLOAT16 = {
     "forward": Limit(0.5, 0.06),
@@ -44,7 +47,8 @@ _BFLOAT16 = {
     "lse": Limit(1.0, 0.15),
     "weight": Limit(1.0, 0.06),
     "loss": Limit(0.05, 0.05),
-    "grad": Limit(1.0, 0.9),
+    "grad": Limit(0.7, 0.7),
+    "grad_norm": Limit(0.2, 0.2),
 }
 
 

@@ -33,7 +33,7 @@ from common.config import Config
 from common.errors import UserError
 from common.progress import Progress
 from common.protocols import Scorer
-from common.schedule import Schedule
+from common.schedule import NUM_RESERVED, Schedule
 from common.setup import resolve_schedule
 from common.trace_file import Trace, TraceWriter
 from common.trace_prompts import read_prompts
@@ -88,10 +88,17 @@ def trace(
     UserError for what cannot be run, and for a `force` of other prompts or weights.
     """
     package = _find(backend)
+    _refuse_without_effect(config)
     schedule = _schedule(config)
-    read = read_prompts(config, prompts, num_prompts, prompt_tokens, least=6 * schedule.page_size)
+    least = (min(schedule.budgets) + NUM_RESERVED + 1) * schedule.page_size
+    read = read_prompts(config, prompts, num_prompts, prompt_tokens, least=least)
     config = _sized(config, backend, read, num_tokens)
     geometry, weights = hf.load(config.model.path)
+    if config.rollout.num_dense_layers >= geometry.num_layers:
+        raise UserError(
+            f"rollout.num_dense_layers={config.rollout.num_dense_layers}: the model has "
+            f"{geometry.num_layers} layers, none would be sparse; lower it"
+        )
     highest = max(int(p.tokens.max()) for p in read)
     if highest >= geometry.vocab_size:
         raise UserError(f"--prompts={prompts}: has token {highest}, the model has "
@@ -111,7 +118,10 @@ def trace(
         for i, (stage, arrays) in enumerate(stages):
             file.put_all(stage, arrays)
             progress(i + 1, total)
-        file.finish({**tracer.description, **meta})
+        given = str(force) if force else "its own"
+        file.finish(
+            {**tracer.description, **meta, "tokens": given, "config": dataclasses.asdict(config)}
+        )
     print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MiB)")
 
 
@@ -131,6 +141,16 @@ def _schedule(config: Config) -> Schedule:
         return schedule
     page = config.rollout.page_size
     return Schedule(page_size=page, bin_tokens=config.mismatch.bin_tokens, budgets=(2,), name="k=2")
+
+
+def _refuse_without_effect(config: Config) -> None:
+    """Settings that a trace does not follow."""
+    for name, value, wanted in (
+        ("rollout.top_p", config.rollout.top_p, 1.0),
+        ("grpo.kl_coef", config.grpo.kl_coef, 0.0),
+    ):
+        if value != wanted:
+            raise UserError(f"{name}={value} has no effect on a trace; leave it at {wanted}")
 
 
 def _sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) -> Config:
@@ -247,6 +267,11 @@ def _train(tracer: Tracer, config: Config, rollout: Rollout, scored, log_ratio_B
         tokens_per_microbatch=config.learner.tokens_per_microbatch,
         buckets=config.learner.length_buckets, seed=0,
     )  # fmt: skip
+    if not batch.minibatches[0]:
+        raise UserError(
+            f"grpo.correction={c.correction} drops every token here; widen grpo.correction_low and "
+            "correction_cap, or take another"
+        )
     update = tracer.update(batch)
     size = sum(np.abs(np.float64(m.weight_BT) * m.advantage_BT).sum() for m in batch.minibatches[0])
     yield (
@@ -258,7 +283,11 @@ def _train(tracer: Tracer, config: Config, rollout: Rollout, scored, log_ratio_B
         },
     )
     yield "grad", _sketches(update.gradients)
-    weights = update.weights()
+    try:
+        weights = update.weights()
+    except UserError as error:  # a gradient that is not finite: the rest of the trace shows where
+        print(f"no optimizer step: {error}")
+        return
     before = hf.load(config.model.path)[1]
     yield (
         "step",

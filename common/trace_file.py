@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ import numpy as np
 from common.errors import UserError
 
 FORMAT = "sparrow-trace-1"
+_BROKEN = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 _META = ("backend", "model_checksum", "prompts_checksum", "dtype", "settings", "device")
 
 
@@ -72,8 +74,8 @@ class Trace(Mapping[str, np.ndarray]):
                 self.meta = json.loads(bytes(file["meta"]))
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; `sparrow trace` writes one") from None
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path}: is no trace ({error}); record it anew") from error
+        except _BROKEN as error:
+            raise UserError(f"{path}: is no trace, or damaged; record or copy it anew") from error
         known = isinstance(self.meta, dict) and self.meta.get("format") == FORMAT
         missing = [key for key in _META if known and key not in self.meta]
         if not known or missing:
@@ -83,9 +85,17 @@ class Trace(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                return file[name]
-        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise UserError(f"{self.path}: {name} is damaged ({error}); copy it anew") from error
+                array = file[name]
+        except KeyError:
+            raise UserError(f"{self.path}: has no {name}; record it anew") from None
+        except _BROKEN as error:
+            raise UserError(f"{self.path}: {name} is damaged; copy it anew") from error
+        if array.dtype.kind not in "iuf" and name != "step/checksum":
+            raise UserError(f"{self.path}: {name} holds no numbers; record it anew")
+        return array
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self):
         return iter(self._names)

@@ -253,7 +253,7 @@ def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
     """
 
     def block(hidden_cD, head_VD, token_c):
-        logp = (_logits(hidden_cD, head_VD) / temperature).log_softmax(-1)
+        logp = log_softmax(_logits(hidden_cD, head_VD) / temperature)
         entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, token_c[:, None])[:, 0], entropy
 
@@ -264,9 +264,9 @@ def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, t
     """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
 
     def block(dense_cD, head_VD, sparse_cD, token_c):
-        p_dense = (_logits(dense_cD, head_VD) / temperature).softmax(-1)
-        logp_sparse = (_logits(sparse_cD, head_VD) / temperature).log_softmax(-1)
-        alpha = torch.minimum(p_dense, logp_sparse.exp()).sum(-1)
+        logp_dense = log_softmax(_logits(dense_cD, head_VD) / temperature)
+        logp_sparse = log_softmax(_logits(sparse_cD, head_VD) / temperature)
+        alpha = torch.minimum(logp_dense, logp_sparse).exp().sum(-1)
         return alpha, logp_sparse.gather(-1, token_c[:, None])[:, 0]
 
     return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD, token_X.long())
@@ -277,14 +277,18 @@ def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0,
 
     def block(dense_cD, head_VD, sparse_cD):
         (dense_cJ, ids_cJ), (sparse_cJ, others_cJ) = (
-            (_logits(x, head_VD) / temperature).log_softmax(-1).topk(top)
-            for x in (dense_cD, sparse_cD)
+            log_softmax(_logits(x, head_VD) / temperature).topk(top) for x in (dense_cD, sparse_cD)
         )
         same_cJJ = ids_cJ[:, :, None] == others_cJ[:, None]
         smaller_cJJ = torch.minimum(dense_cJ[:, :, None], sparse_cJ[:, None]).exp()
         return (torch.where(same_cJJ, smaller_cJJ, 0.0).sum((1, 2)),)
 
     return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD)[0]
+
+
+def log_softmax(logits_XV):
+    """Over the vocabulary. Not torch's: on a CPU its sum of 151,936 terms is 8e-5 off."""
+    return logits_XV - torch.logsumexp(logits_XV, -1, keepdim=True)
 
 
 def _logits(hidden_XD, head_VD):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from common import noise
+from kernels_triton.reference import log_softmax
 
 
 def sample(logits_BV, key_B, position_B, temperature: float, top_p: float):
@@ -20,7 +21,7 @@ def sample(logits_BV, key_B, position_B, temperature: float, top_p: float):
         logits_BV = logits_BV / temperature
     if top_p < 1 and not greedy:
         logits_BV = torch.where(_nucleus(logits_BV, top_p), logits_BV, -torch.inf)
-    logp_BV = logits_BV.log_softmax(-1)
+    logp_BV = log_softmax(logits_BV)
     score_BV = logp_BV
     if not greedy:
         arange_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)

@@ -13,7 +13,7 @@ from common.config import Config
 from common.trace import FACTS, Update, greedy, loss_of
 from common.trace_decode import Step
 from common.types import TrainBatch
-from kernels_triton.reference import page_scores
+from kernels_triton.reference import log_softmax, page_scores
 from sparrow_torch import backend, cache, learner
 from sparrow_torch.scorer import next_token_view
 
@@ -48,7 +48,7 @@ def stacked(facts) -> dict[str, np.ndarray]:
 
 def top_tokens(logits_TV, temperature: float, number: int):
     """Ids and log-probs [T, number] of the likeliest tokens by float32 logits."""
-    logp, ids = torch.log_softmax(logits_TV.float() / temperature, -1).topk(number)
+    logp, ids = log_softmax(logits_TV.float() / temperature).topk(number)
     pad = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0)).cpu().numpy()  # noqa: E731
     return pad(ids.int()), pad(logp)
 

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 
 from common import hf
 from common.batched_scorer import BatchedScorer
 from common.config import Config
 from common.trace import Update, loss_of
 from common.types import TrainBatch
+from kernels_triton.reference import log_softmax
 from sparrow_torch import tracer
 from sparrow_torch.backend import compute_dtype
 from sparrow_torch.learner import policy_loss_sum
@@ -53,6 +55,8 @@ class TransformersTracer:
     @torch.no_grad()
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probs [B, N], one prompt at a time, through transformers' cache."""
+        # Of the model's own, an end token or a repetition penalty would be followed too.
+        self.model.generation_config = transformers.GenerationConfig()
         how = transformers.GenerationConfig(
             max_new_tokens=num_tokens, do_sample=False, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,
@@ -64,7 +68,7 @@ class TransformersTracer:
                 given, attention_mask=torch.ones_like(given), generation_config=how
             )
             tokens = out.sequences[0, len(prompt.tokens) :]
-            logp = torch.log_softmax(torch.cat(out.logits).float(), -1)
+            logp = log_softmax(torch.cat(out.logits).float())
             rows.append((tokens, logp.gather(1, tokens[:, None])[:, 0]))
         return tuple(torch.stack(x).cpu().numpy() for x in zip(*rows, strict=True))
 
@@ -82,10 +86,13 @@ class TransformersTracer:
                 attention.o_proj.register_forward_pre_hook(lambda _, x, keep=keep: keep("a", x)),
                 layer.register_forward_hook(lambda _, x, y, keep=keep: keep("x", y)),
             ]
-        self.model(self._tensor(tokens_BT), use_cache=False)
+        rows = []
+        for row in tokens_BT:  # one by one: eager attention has all scores in memory
+            self.model.model(self._tensor(row)[None], use_cache=False)
+            rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
         for hook in hooks:
             hook.remove()
-        return tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen])
+        return {name: np.concatenate([row[name] for row in rows], 1) for name in rows[0]}
 
     @torch.no_grad()
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -126,13 +133,17 @@ class TransformersScorer(BatchedScorer):
         self.model = model
 
     def logp_and_entropy(self, tokens_BT, temperature: float):
-        """Of every token but the first, [B, T], row by row of the logits' softmax."""
+        """Of every token but the first, [B, T]; logits of one row at a time, anew in backward."""
         tokens = torch.as_tensor(np.asarray(tokens_BT), device=self.model.device).long()
-        logits = self.model(tokens, use_cache=False).logits[:, :-1].float() / temperature
-        logp = torch.log_softmax(logits, -1)
-        chosen = logp.gather(-1, tokens[:, 1:, None])[..., 0]
-        entropy = -(logp.exp() * logp).sum(-1)
-        return align(chosen.reshape(-1), tokens), align(entropy.reshape(-1), tokens)
+
+        def one(row_T):
+            logits = self.model(row_T[None], use_cache=False).logits[0, :-1].float()
+            logp = log_softmax(logits / temperature)
+            return logp.gather(-1, row_T[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+        rows = [checkpoint(one, row_T, use_reentrant=False) for row_T in tokens]
+        chosen, entropy = (torch.cat(x) for x in zip(*rows, strict=True))
+        return align(chosen, tokens), align(entropy, tokens)
 
     @torch.no_grad()
     def score(self, tokens_BT, temperature):

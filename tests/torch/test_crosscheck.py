@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import batching, compare, trace
-from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig
+from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
 from common.errors import UserError
 from common.trace_file import Trace
 from common.trace_prompts import read_prompts
@@ -227,6 +227,13 @@ def test_what_cannot_be_traced_is_refused_in_one_line(traces, tmp_path):
     refused("--backend=vllm: not built in; use jax, torch, transformers", backend="vllm")
     refused("8 prompts of 24 to 40 tokens, expected 9", num_prompts=9)
     refused("0 prompts of 24 to 20 tokens", prompt_tokens=20)
+    wide = traces.config(schedule="k=9")
+    refused("0 prompts of 52 to 40 tokens", config=wide)  # no step would leave a page out
+    refused("num_dense_layers=2: the model has 2 layers", config=traces.config(num_dense_layers=2))
+    refused("rollout.top_p=0.5 has no effect", config=traces.config(top_p=0.5))
+    nothing = GrpoConfig(correction="icepop", correction_low=9, correction_cap=9.1)
+    refused("grpo.correction=icepop drops every token", num_tokens=12,
+            config=dataclasses.replace(traces.config(), grpo=nothing))  # fmt: skip
     refused("trace needs --model", config=Config())
     refused("is a trace of other settings", force=traces.jax.path, num_tokens=5)
     refused("is a trace of other prompts", force=traces.jax.path, num_prompts=2, num_tokens=12)
