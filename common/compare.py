@@ -120,6 +120,10 @@ def compare(a: Trace, b: Trace) -> Comparison:
     rows += deviations.streams(a, b, limit["score"], tolerances.judges_tokens(dtypes))
     for name in sorted({n.split("/")[0] for n in set(a) ^ set(b)}):
         notes.append(f"{name}: recorded by one of the two only, in part or whole")
+    bits = [t["step/checksum"].item() for t in (a, b) if "step/checksum" in t]
+    if len(bits) == 2 and not parted:
+        same = "are" if bits[0] == bits[1] else "are not"
+        notes.append(f"the weights after the step {same} the same bit by bit")
     judged = {_stage(row) for row in rows if row.where != "not compared"}
     return Comparison(
         rows=rows, floor=_floor(a, b, same_BT), notes=notes,

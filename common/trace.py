@@ -20,35 +20,36 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from common import batching, corrections, grpo, hf, noise, sketch, trace_decode, trace_file
+from common import (
+    batching,
+    corrections,
+    grpo,
+    hf,
+    noise,
+    sketch,
+    trace_decode,
+    trace_file,
+    trace_setup,
+)
 from common.config import Config
 from common.errors import UserError
 from common.progress import Progress
 from common.protocols import Scorer
 from common.schedule import NUM_RESERVED, Schedule
-from common.setup import resolve_schedule
-from common.trace_file import Trace, TraceWriter
+from common.trace_file import TraceWriter
 from common.trace_prompts import read_prompts
 from common.types import Prompt, Rollout, TrainBatch
 
-TRACERS = {
-    "jax": "sparrow_jax.tracer",
-    "torch": "sparrow_torch.tracer",
-    "transformers": "sparrow_torch.transformers_tracer",
-}
 FACTS = {"q": "q", "k": "k", "v": "v", "a": "attention", "x": "block"}
 """What `observe` of a model's `hidden` sees, and its name in a trace."""
 TOP = 20
-SAMPLES = 2
-"""Responses per prompt: a group, whose made-up rewards are 1 and 0."""
 
 
 class Update(NamedTuple):
@@ -87,12 +88,12 @@ def trace(
     to prompt_tokens. num_tokens: sampled after each. force: a trace whose tokens are taken.
     UserError for what cannot be run, and for a `force` of other prompts or weights.
     """
-    package = _find(backend)
-    _refuse_without_effect(config)
-    schedule = _schedule(config)
+    package = trace_setup.find(backend)
+    trace_setup.refuse_without_effect(config)
+    schedule = trace_setup.schedule_of(config)
     least = (min(schedule.budgets) + NUM_RESERVED + 1) * schedule.page_size
     read = read_prompts(config, prompts, num_prompts, prompt_tokens, least=least)
-    config = _sized(config, backend, read, num_tokens)
+    config = trace_setup.sized(config, backend, read, num_tokens)
     geometry, weights = hf.load(config.model.path)
     if config.rollout.num_dense_layers >= geometry.num_layers:
         raise UserError(
@@ -107,9 +108,9 @@ def trace(
         "backend": backend,
         "model_checksum": trace_file.checksum(weights),
         "prompts_checksum": trace_file.checksum((str(p.prompt_id), p.tokens) for p in read),
-        "settings": _settings(config, schedule, num_tokens),
+        "settings": trace_setup.settings(config, schedule, num_tokens),
     }
-    forced = _forced(force, meta)
+    forced = trace_setup.forced_tokens(force, meta)
     with TraceWriter(out) as file, Progress(f"trace {backend}") as progress:
         tracer = importlib.import_module(package).build(config)
         print(f"{backend}: " + ", ".join(f"{k} {v}" for k, v in tracer.description.items()))
@@ -125,85 +126,6 @@ def trace(
     print(f"wrote {out} ({out.stat().st_size / 2**20:.1f} MiB)")
 
 
-def _find(backend: str) -> str:
-    """Import name of a backend's tracer; UserError if it is unknown or not installed."""
-    if backend not in TRACERS:
-        raise UserError(f"--backend={backend}: not built in; use {', '.join(TRACERS)}")
-    if importlib.util.find_spec(backend) is None:
-        extra = "smollm2" if backend == "transformers" else backend
-        raise UserError(f"{backend} is not installed; run: pip install 'sparrow-rl[{extra}]'")
-    return TRACERS[backend]
-
-
-def _schedule(config: Config) -> Schedule:
-    schedule = resolve_schedule(config)
-    if schedule is not None and not schedule.is_dense:
-        return schedule
-    page = config.rollout.page_size
-    return Schedule(page_size=page, bin_tokens=config.mismatch.bin_tokens, budgets=(2,), name="k=2")
-
-
-def _refuse_without_effect(config: Config) -> None:
-    """Settings that a trace does not follow."""
-    for name, value, wanted in (
-        ("rollout.top_p", config.rollout.top_p, 1.0),
-        ("grpo.kl_coef", config.grpo.kl_coef, 0.0),
-    ):
-        if value != wanted:
-            raise UserError(f"{name}={value} has no effect on a trace; leave it at {wanted}")
-
-
-def _sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) -> Config:
-    """Limits that fit the prompts; two micro-batches, so that their sum is part of the trace."""
-    longest = max(len(p.tokens) for p in prompts)
-    rollout = dataclasses.replace(
-        config.rollout,
-        engine="torch" if backend == "transformers" else backend,
-        schedule="dense",
-        max_prompt_tokens=longest,
-        max_response_tokens=num_tokens,
-        num_slots=SAMPLES * len(prompts),
-        prompts_per_step=len(prompts),
-        samples_per_prompt=SAMPLES,
-        cache_pages=0,
-        top_p=1.0,
-        ignore_eos=True,
-    )
-    T = longest + num_tokens
-    half = T * max(1, SAMPLES * len(prompts) // 2)
-    learner = dataclasses.replace(config.learner, length_buckets=(T,), tokens_per_microbatch=half)
-    grpo_config = dataclasses.replace(config.grpo, num_minibatches=1, kl_coef=0.0)
-    return dataclasses.replace(config, rollout=rollout, learner=learner, grpo=grpo_config)
-
-
-def _settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, Any]:
-    """What two traces must share to be comparable."""
-    rollout, learner = config.rollout, config.learner
-    names = ("page_size", "num_dense_layers", "temperature", "seed")
-    rates = ("learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "max_grad_norm")
-    return {
-        **{name: getattr(rollout, name) for name in names},
-        **{name: getattr(learner, name) for name in rates},
-        "grpo": dataclasses.asdict(config.grpo),
-        "schedule": schedule.to_json()["bins"],
-        "num_tokens": num_tokens,
-    }
-
-
-def _forced(path: Path | None, meta: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-    if path is None:
-        return None
-    trace = Trace(path)
-    for key, what in (
-        ("model_checksum", "other weights"),
-        ("prompts_checksum", "other prompts"),
-        ("settings", "other settings"),
-    ):
-        if trace.meta[key] != meta[key]:
-            raise UserError(f"--force_tokens={path}: is a trace of {what}; give those of this one")
-    return trace.stage("tokens")
-
-
 def _stages(
     tracer: Tracer, config: Config, prompts: list[Prompt], schedule: Schedule, num_tokens: int,
     forced: Mapping[str, np.ndarray] | None,
@@ -215,7 +137,7 @@ def _stages(
     if tracer.generate is not None:
         for name, kind in (("dense", None), ("sparse", schedule)):
             rollout = tracer.generate(
-                prompts, num_samples=SAMPLES, schedule=kind, seed=config.rollout.seed
+                prompts, num_samples=trace_setup.SAMPLES, schedule=kind, seed=config.rollout.seed
             )
             yield f"stream/{name}", responses(rollout)
     if forced is not None:
@@ -338,9 +260,9 @@ def _as_rollout(prompts: list[Prompt], forced: Mapping[str, np.ndarray]) -> Roll
     B, position = len(tokens), np.arange(tokens.shape[1])
     mask = (position >= start[:, None]) & (position < end[:, None])
     return Rollout(
-        prompts=[p for p in prompts for _ in range(SAMPLES)],
-        group_B=np.arange(B, dtype=np.int32) // SAMPLES,
-        sample_B=np.arange(B, dtype=np.int32) % SAMPLES,
+        prompts=[p for p in prompts for _ in range(trace_setup.SAMPLES)],
+        group_B=np.arange(B, dtype=np.int32) // trace_setup.SAMPLES,
+        sample_B=np.arange(B, dtype=np.int32) % trace_setup.SAMPLES,
         tokens_BT=tokens,
         response_mask_BT=mask,
         logp_sparse_BT=forced["logp"],
