@@ -39,7 +39,8 @@ MEANING = {
     "grad_norm": "its norm",
     "step": "what the optimizer adds to it",
     "step_norm": "its norm",
-    "stream": "sampled tokens, and the engine's log-probs of them",
+    "stream": "sampled tokens",
+    "stream/logp": "the engine's log-probs of them",
 }
 
 
@@ -88,7 +89,10 @@ def _depth(row: Row) -> float:
 
 def meaning(name: str) -> str:
     """What a quantity is, in a few words."""
-    return MEANING.get(name) or MEANING[name.split("/")[0]]
+    stage, _, rest = name.partition("/")
+    if stage == "stream" and rest.endswith("/logp"):
+        return MEANING["stream/logp"]
+    return MEANING.get(name) or MEANING[stage]
 
 
 def compare(a: Trace, b: Trace) -> Comparison:

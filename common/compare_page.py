@@ -97,7 +97,9 @@ def _floor(result: Comparison) -> str:
         for first, last, count, mean, p5 in result.floor
     ]  # fmt: skip
     words = "Acceptance rate of the two dense policies, from their 20 likeliest tokens: what a "
-    words += "mismatch statistic shows without any sparsity."
+    words += (
+        "mismatch statistic shows without any sparsity. An upper bound, near where they hold most."
+    )
     return f"<p>{text(words)}</p>" + html_page.table(
         ("positions", "tokens", "mean", "5th percentile"), rows
     )
