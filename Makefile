@@ -91,7 +91,7 @@ smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on giv
 smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 20 minutes
 	$(SPARROW) profile --config=configs/smollm2.py --model=$(SMOLLM2)/model --out=$(SMOLLM2)/sampled.json
 
-crosscheck: $(VENV)/.test ## numerics of jax, torch and transformers against each other, on this machine, about 4 minutes
+crosscheck: $(VENV)/.test ## numerics of jax, torch and transformers against each other, on this machine, about 5 minutes
 	@mkdir -p runs
 	$(BIN)/python -m common.crosscheck runs/crosscheck
 

@@ -41,7 +41,6 @@ OTHERS = (
     ("torch", "float32"),
     ("transformers", "float32"),
     ("torch", "bfloat16"),
-    ("transformers", "bfloat16"),
 )
 COLUMNS = {
     "activations": ("forward/",), "log-probs": ("score/",), "alpha": ("replay/",),
