@@ -15,7 +15,7 @@ import numpy as np
 from common import deviations, tolerances
 from common.deviations import Row
 from common.errors import UserError
-from common.trace_file import Trace
+from common.trace_file import IDENTITY, Trace
 
 STAGES = ("forward", "score", "replay", "decode", "grpo", "grad", "step", "stream")
 MEANING = {
@@ -97,11 +97,7 @@ def meaning(name: str) -> str:
 
 def compare(a: Trace, b: Trace) -> Comparison:
     """Judge b against a; UserError for traces of other weights, prompts or settings."""
-    for key, what in (
-        ("model_checksum", "weights"),
-        ("prompts_checksum", "prompts"),
-        ("settings", "settings"),
-    ):
+    for key, what in IDENTITY.items():
         if a.meta[key] != b.meta[key]:
             raise UserError(f"{b.path}: traces other {what} than {a.path}; {_differ(a, b, key)}")
     dtypes = a.meta["dtype"], b.meta["dtype"]

@@ -28,8 +28,10 @@ from common import overrides
 from common.config import Config
 from common.errors import UserError
 
-MAY_CHANGE = ("num_steps", "eval_every", "checkpoint_every", "keep_checkpoints", "name")
-MAY_CHANGE += ("learner.mesh",)  # where a run computes, not what
+MAY_CHANGE = (
+    "num_steps", "eval_every", "checkpoint_every", "keep_checkpoints", "name",
+    "learner.mesh",  # where a run computes, not what
+)  # fmt: skip
 """Settings that a resumed run may be given anew; all others would make it another run."""
 
 _KIND = "sparrow-run"

@@ -24,7 +24,9 @@ from common.errors import UserError
 
 FORMAT = "sparrow-trace-1"
 _BROKEN = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
-_META = ("backend", "model_checksum", "prompts_checksum", "dtype", "settings", "device")
+IDENTITY = {"model_checksum": "weights", "prompts_checksum": "prompts", "settings": "settings"}
+"""Meta data that two traces must share to be comparable, and what each is."""
+_META = ("backend", "dtype", "device", *IDENTITY)
 
 
 class TraceWriter:

@@ -14,7 +14,7 @@ from common.config import Config
 from common.errors import UserError
 from common.schedule import Schedule
 from common.setup import resolve_schedule
-from common.trace_file import Trace
+from common.trace_file import IDENTITY, Trace
 from common.types import Prompt
 
 TRACERS = {
@@ -67,13 +67,12 @@ def sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) 
         prompts_per_step=len(prompts),
         samples_per_prompt=SAMPLES,
         cache_pages=0,
-        top_p=1.0,
         ignore_eos=True,
     )
     T = longest + num_tokens
     half = T * max(1, SAMPLES * len(prompts) // 2)
     learner = dataclasses.replace(config.learner, length_buckets=(T,), tokens_per_microbatch=half)
-    grpo_config = dataclasses.replace(config.grpo, num_minibatches=1, kl_coef=0.0)
+    grpo_config = dataclasses.replace(config.grpo, num_minibatches=1)
     return dataclasses.replace(config, rollout=rollout, learner=learner, grpo=grpo_config)
 
 
@@ -95,11 +94,9 @@ def forced_tokens(path: Path | None, meta: Mapping[str, Any]) -> dict[str, np.nd
     if path is None:
         return None
     trace = Trace(path)
-    for key, what in (
-        ("model_checksum", "other weights"),
-        ("prompts_checksum", "other prompts"),
-        ("settings", "other settings"),
-    ):
+    for key, what in IDENTITY.items():
         if trace.meta[key] != meta[key]:
-            raise UserError(f"--force_tokens={path}: is a trace of {what}; give those of this one")
+            raise UserError(
+                f"--force_tokens={path}: is a trace of other {what}; give those of this one"
+            )
     return trace.stage("tokens")
