@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common import compare, compare_page, deviations, trace_file
+from common import compare, compare_page, crosscheck, deviations, hf, trace_file
 from common.errors import UserError
 from common.trace_file import Trace, TraceWriter
 
@@ -397,3 +397,25 @@ def test_the_command_line_ends_with_the_verdict(write, sparrow, tmp_path):
     assert other.returncode == 1 and "first in forward/v" in other.stdout.splitlines()[-1]
     refused = sparrow("compare", "a.npz", "c.npz", cwd=tmp_path)
     assert refused.returncode == 2 and "other weights" in refused.stderr
+
+
+def test_the_matrix_marks_what_differs(write):
+    def change(arrays):
+        arrays["forward/q"][1, 0, 5, 0] += 1
+        arrays["stream/greedy/tokens"][1, 2] += 1
+
+    result, _ = judged(write, change)
+    cells = {name: crosscheck.cell(result, key) for name, key in crosscheck.COLUMNS.items()}
+    assert cells["activations"].endswith(" !") and cells["tokens"] == "75% same !"
+    assert cells["LSE"] == "0e+00" and cells["gradients"] == "0e+00"
+    assert crosscheck.cell(result, ("nothing/",)) == "-"
+
+
+@pytest.mark.parametrize("name", crosscheck.MODELS)
+def test_the_matrix_writes_models_that_can_be_read(tmp_path, name):
+    crosscheck.write_model(tmp_path, crosscheck.MODELS[name])
+    geometry, weights = hf.load(tmp_path)
+    assert geometry.qk_norm == (name == "qwen3") and geometry.num_layers == 2
+    q = dict(weights)["layers.q_LDNH"]
+    assert q.std() == pytest.approx(1.2 / np.sqrt(96), rel=0.02)
+    assert (tmp_path / "prompts.json").is_file()
