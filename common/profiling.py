@@ -64,7 +64,7 @@ def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> 
     name = "dense" if k is None else k
     found = kept.get(f"k-{name}")
     if found is None:
-        found = _roll_out(parts, k)
+        found = _replayed(parts, k, kept)
         kept.put(f"k-{name}", **found)
     half = found["half_B"] if parts.config.mismatch.profile_prompts > 1 else None
     stats = content.add(
@@ -76,26 +76,43 @@ def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> 
     return line
 
 
-def _roll_out(parts: Parts, k: int | None) -> dict[str, Any]:
-    c, config = parts.config.mismatch, parts.config
-    schedule = None
+def _replayed(parts: Parts, k: int | None, kept: KeptParts) -> dict[str, Any]:
+    """Alpha of rollouts under k, by exact replay, and their line for people."""
+    config = parts.config
+    name, schedule = "dense", None
     if k is not None:
+        name = k
         schedule = Schedule(
-            page_size=config.rollout.page_size, bin_tokens=c.bin_tokens, budgets=(k,), name=f"k={k}"
+            page_size=config.rollout.page_size,
+            bin_tokens=config.mismatch.bin_tokens,
+            budgets=(k,),
+            name=f"k={k}",
         )
-    rollout = parts.backend.engine.generate(
-        parts.prompts.profile_batch(c.profile_prompts),
-        num_samples=c.profile_samples,
-        schedule=schedule,
-        seed=PROFILE_NOISE_SEED,
-    )
+    rollout = _roll_out(parts, schedule, f"rollout-{name}", kept)
     replay = parts.backend.scorer.replay(rollout, np.arange(len(rollout.prompts)), schedule)
     return {
         "alpha_BT": replay.alpha_BT,
         "mask_BT": rollout.response_mask_BT,
         "half_B": rollout.group_B % 2,
-        "line": json.dumps(_line(parts, rollout, schedule, "dense" if k is None else k)),
+        "line": json.dumps(_line(parts, rollout, schedule, name)),
     }
+
+
+def _roll_out(parts: Parts, schedule: Schedule | None, name: str, kept: KeptParts) -> Rollout:
+    """Rollouts on the profile's prompts, or what is kept of them: sampling may take hours."""
+    c = parts.config.mismatch
+    prompts = parts.prompts.profile_batch(c.profile_prompts)
+    arrays = kept.get(name)
+    if arrays is not None:
+        rows = [p for p in prompts for _ in range(c.profile_samples)]
+        return Rollout(prompts=rows, **arrays, stats={})
+    rollout = parts.backend.engine.generate(
+        prompts, num_samples=c.profile_samples, schedule=schedule, seed=PROFILE_NOISE_SEED
+    )
+    arrays = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
+    del arrays["prompts"], arrays["stats"]
+    kept.put(name, **arrays)
+    return rollout
 
 
 def _line(parts: Parts, rollout: Rollout, schedule, name) -> dict[str, Any]:

@@ -105,24 +105,33 @@ def at_home(home, monkeypatch):
 
 
 def test_a_stopped_profile_goes_on_and_is_the_same(at_home, monkeypatch, capsys):
-    """Budgets dense, 0 and 2; Ctrl-C while the last one is sampled."""
-    done, generate = [], Engine.generate
+    """Budgets dense, 0 and 2; Ctrl-C while the last one is sampled, then while it is replayed."""
+    sampled, generate, replay = [], Engine.generate, JaxScorer.replay
 
-    def counted(self, prompts, **kwargs):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(kwargs["schedule"])
-        return generate(self, prompts, **kwargs)
+    def stop_at(method, budgets):
+        def call(self, *args, **kwargs):
+            schedule = kwargs["schedule"] if method is generate else args[2]
+            if schedule is not None and schedule.budgets == budgets:
+                raise KeyboardInterrupt
+            if method is generate:
+                sampled.append(schedule and schedule.budgets)
+            return method(self, *args, **kwargs)
 
-    line = "profile --config=tiny.py --model=start/model --out=again.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "generate", counted)
-        sparrow(line, status=130)
-        assert "the same command resumes" in capsys.readouterr().err
-        assert not (at_home / "again.json").exists() and (at_home / "again.json.parts").exists()
-        done[:] = [None]
-        sparrow(line)
-        assert len(done) == 2 and done[1].budgets == (2,), "only what was missing"
+        return call
+
+    def start(status, generate_stops=None, replay_stops=None):
+        sampled.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "generate", stop_at(generate, generate_stops))
+            patch.setattr(JaxScorer, "replay", stop_at(replay, replay_stops))
+            sparrow("profile --config=tiny.py --model=start/model --out=again.json", status=status)
+        return list(sampled)
+
+    assert start(130, generate_stops=(2,)) == [None, (0,)]
+    assert "the same command resumes" in capsys.readouterr().err
+    assert not (at_home / "again.json").exists() and (at_home / "again.json.parts").exists()
+    assert start(130, replay_stops=(2,)) == [(2,)], "only what was missing"
+    assert start(0) == [], "samples are kept before their replay"
     for name in ("again.json", "again.html"):
         original = name.replace("again", "profile")
         assert (at_home / name).read_bytes() == (at_home / original).read_bytes()
