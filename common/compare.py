@@ -15,7 +15,7 @@ import numpy as np
 from common import deviations, tolerances
 from common.deviations import Row
 from common.errors import UserError
-from common.trace_file import IDENTITY, Trace
+from common.trace_file import IDENTITY, Trace, differ
 
 STAGES = ("forward", "score", "replay", "decode", "grpo", "grad", "step", "stream")
 MEANING = {
@@ -99,7 +99,9 @@ def compare(a: Trace, b: Trace) -> Comparison:
     """Judge b against a; UserError for traces of other weights, prompts or settings."""
     for key, what in IDENTITY.items():
         if a.meta[key] != b.meta[key]:
-            raise UserError(f"{b.path}: traces other {what} than {a.path}; {_differ(a, b, key)}")
+            raise UserError(
+                f"{b.path}: traces other {what} than {a.path}; {differ(a.meta, b.meta, key)}"
+            )
     dtypes = a.meta["dtype"], b.meta["dtype"]
     limit = tolerances.of(dtypes)
     same_BT = _common_prefix(a, b)
@@ -118,8 +120,9 @@ def compare(a: Trace, b: Trace) -> Comparison:
     if not parted:
         rows += deviations.train(a, b, limit)
     rows += deviations.streams(a, b, limit["score"], tolerances.judges_tokens(dtypes))
-    for name in sorted({n.split("/")[0] for n in set(a) ^ set(b)}):
-        notes.append(f"{name}: recorded by one of the two only, in part or whole")
+    lone = sorted({n.split("/")[0] for n in set(a) ^ set(b)})
+    if lone:
+        notes.append(f"recorded by one of the two only, in part or whole: {', '.join(lone)}")
     bits = [t["step/checksum"].item() for t in (a, b) if "step/checksum" in t]
     if len(bits) == 2 and not parted:
         same = "are" if bits[0] == bits[1] else "are not"
@@ -131,13 +134,6 @@ def compare(a: Trace, b: Trace) -> Comparison:
     )  # fmt: skip
 
 
-def _differ(a: Trace, b: Trace, key: str) -> str:
-    if key != "settings":
-        return f"record both on the same {'model' if key.startswith('model') else 'prompts'}"
-    names = sorted(k for k in a.meta[key] if a.meta[key][k] != b.meta[key].get(k))
-    return f"record both with the same {', '.join(names)}"
-
-
 def _common_prefix(a: Trace, b: Trace) -> np.ndarray:
     """bool [B, T]: the tokens up to here are the same and there."""
     x, y = a["tokens/tokens"], b["tokens/tokens"]
@@ -147,8 +143,10 @@ def _common_prefix(a: Trace, b: Trace) -> np.ndarray:
     return np.logical_and.accumulate((x == y) | ~there, axis=1) & there
 
 
-def _floor(a: Trace, b: Trace, same_BT: np.ndarray, bins: int = 4) -> list[tuple]:
+def _floor(a: Trace, b: Trace, same_BT: np.ndarray) -> list[tuple]:
     """(first, last position, tokens, mean, p5) of the acceptance rate between the dense policies.
+
+    Per length bin (mismatch.bin_tokens).
 
     From the 20 likeliest tokens of each: sum min(p, q) over those in both lists; a token in one
     list has at most the other's 20th probability there; the rests share at most the smaller one.
@@ -166,12 +164,12 @@ def _floor(a: Trace, b: Trace, same_BT: np.ndarray, bins: int = 4) -> list[tuple
     position = np.arange(same_BT.shape[1])
     valid = same_BT & (position >= a["tokens/prompt_len"][:, None])
     used = np.flatnonzero(valid.any(0))
+    bins = used // a.meta["settings"]["bin_tokens"]
     out = []
-    for part in np.array_split(used, bins):
+    for part in (used[bins == i] for i in np.unique(bins)):
         found = alpha[:, part][valid[:, part]]
-        if found.size:
-            out.append((int(part[0]), int(part[-1]), found.size, float(found.mean()),
-                        float(np.quantile(found, 0.05))))  # fmt: skip
+        out.append((int(part[0]), int(part[-1]), found.size, float(found.mean()),
+                    float(np.quantile(found, 0.05))))  # fmt: skip
     return out
 
 

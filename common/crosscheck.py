@@ -1,5 +1,7 @@
 """The small matrix of backends and types on this machine: `make crosscheck`, a few minutes.
 
+With vLLM where that is installed (`make crosscheck-vllm`).
+
 Random weights of a Qwen3 and a Llama geometry, written as Hugging Face directories; each backend
 records a trace in each type, over the tokens of the first; each is compared with that first one.
 """
@@ -7,6 +9,7 @@ records a trace in each type, over the tokens of the first; each is compared wit
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -42,6 +45,7 @@ OTHERS = (
     ("transformers", "float32"),
     ("torch", "bfloat16"),
 )
+VLLM = (("vllm", "float32"), ("vllm", "bfloat16"))
 COLUMNS = {
     "activations": ("forward/",), "log-probs": ("score/",), "alpha": ("replay/",),
     "pages": ("decode/page",), "LSE": ("decode/lse",), "loss": ("grpo/",),
@@ -82,7 +86,8 @@ def record_all(out: Path) -> dict[tuple[str, str, str], Path]:
         write_model(out / name, geometry)
     firsts = [(name, *FIRST) for name in MODELS]
     # bfloat16 of one model: what its geometry changes shows in float32.
-    rest = [(name, *other) for name in MODELS for other in OTHERS
+    others = OTHERS + VLLM if importlib.util.find_spec("vllm") else OTHERS
+    rest = [(name, *other) for name in MODELS for other in others
             if name == "qwen3" or other[1] == "float32"]  # fmt: skip
     found: dict[tuple[str, str, str], Path] = {}
     with Progress("crosscheck") as progress, ThreadPoolExecutor(2) as pool:

@@ -182,6 +182,8 @@ def _before(differ_LBR: np.ndarray) -> np.ndarray:
 
 def train(a: Trace, b: Trace, limits: Mapping[str, Limit]) -> Iterator[Row]:
     """Importance weights, loss, and of each parameter the gradient and what a step adds to it."""
+    if "grpo/loss" not in a or "grpo/loss" not in b:  # a backend that does not train
+        return
     dev = _gap(a["grpo/weight"], b["grpo/weight"])
     yield row_of("grpo/weight", dev, limits["weight"], ("row", "position"))
     dev = _gap(a["grpo/loss"], b["grpo/loss"]) / np.maximum(a["grpo/scale"], 1e-30)

@@ -65,17 +65,18 @@ class Tracer(Protocol):
 
     generate: as RolloutEngine; None where a backend only decodes greedily. decoder: a cache of
     table_BP (trace_decode.Cache), None where there is none. forward: facts [L, B, T, ...] by name.
+    update: one optimizer step; None where a backend does not train.
     """
 
     description: Mapping[str, str]
     scorer: Scorer
     generate: Callable[..., Rollout] | None
     decoder: Callable[[np.ndarray, int], trace_decode.Cache] | None
+    update: Callable[[TrainBatch], Update] | None
 
     def greedy(self, prompts: list[Prompt], num_tokens: int) -> tuple[np.ndarray, np.ndarray]: ...
     def forward(self, tokens_BT: np.ndarray) -> Mapping[str, np.ndarray]: ...
     def top(self, tokens_BT: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]: ...
-    def update(self, batch: TrainBatch) -> Update: ...
 
 
 def trace(
@@ -115,7 +116,7 @@ def trace(
         tracer = importlib.import_module(package).build(config)
         print(f"{backend}: " + ", ".join(f"{k} {v}" for k, v in tracer.description.items()))
         stages = _stages(tracer, config, read, schedule, num_tokens, forced)
-        total = 11 if tracer.decoder else 7
+        total = 4 + 4 * bool(tracer.decoder) + 3 * bool(tracer.update)
         for i, (stage, arrays) in enumerate(stages):
             file.put_all(stage, arrays)
             progress(i + 1, total)
@@ -164,8 +165,9 @@ def _stages(
             "decode",
             trace_decode.run(cache, tokens_BT, *lengths.values(), schedule=schedule, chunk=chunk),
         )
-    log_ratio = np.where(mask, scored.logp_dense_BT - rollout.logp_sparse_BT, 0)
-    yield from _train(tracer, config, rollout, scored, log_ratio)
+    if tracer.update is not None:
+        log_ratio = np.where(mask, scored.logp_dense_BT - rollout.logp_sparse_BT, 0)
+        yield from _train(tracer, config, rollout, scored, log_ratio)
 
 
 def _train(tracer: Tracer, config: Config, rollout: Rollout, scored, log_ratio_BT):

@@ -29,6 +29,15 @@ IDENTITY = {"model_checksum": "weights", "prompts_checksum": "prompts", "setting
 _META = ("backend", "dtype", "device", *IDENTITY)
 
 
+def differ(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:
+    """What to do about two meta data that differ in a key of IDENTITY."""
+    if key != "settings":
+        return f"record both on the same {'model' if key.startswith('model') else 'prompts'}"
+    x, y = a[key], b[key]
+    names = sorted(name for name in {*x, *y} if x.get(name) != y.get(name))
+    return f"record both with the same {', '.join(names)}"
+
+
 class TraceWriter:
     """`with TraceWriter(out) as trace`: the file appears whole at the end, or not at all."""
 

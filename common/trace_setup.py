@@ -14,13 +14,14 @@ from common.config import Config
 from common.errors import UserError
 from common.schedule import Schedule
 from common.setup import resolve_schedule
-from common.trace_file import IDENTITY, Trace
+from common.trace_file import IDENTITY, Trace, differ
 from common.types import Prompt
 
 TRACERS = {
     "jax": "sparrow_jax.tracer",
     "torch": "sparrow_torch.tracer",
     "transformers": "sparrow_torch.transformers_tracer",
+    "vllm": "sparrow_torch.vllm_tracer",
 }
 SAMPLES = 2
 """Responses per prompt: a group, whose made-up rewards are 1 and 0."""
@@ -59,7 +60,7 @@ def sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) 
     longest = max(len(p.tokens) for p in prompts)
     rollout = dataclasses.replace(
         config.rollout,
-        engine="torch" if backend == "transformers" else backend,
+        engine=backend if backend in ("jax", "torch") else "torch",
         schedule="dense",
         max_prompt_tokens=longest,
         max_response_tokens=num_tokens,
@@ -87,6 +88,7 @@ def settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, A
         "grpo": dataclasses.asdict(config.grpo),
         "schedule": schedule.to_json()["bins"],
         "num_tokens": num_tokens,
+        "bin_tokens": config.mismatch.bin_tokens,
     }
 
 
@@ -96,7 +98,6 @@ def forced_tokens(path: Path | None, meta: Mapping[str, Any]) -> dict[str, np.nd
     trace = Trace(path)
     for key, what in IDENTITY.items():
         if trace.meta[key] != meta[key]:
-            raise UserError(
-                f"--force_tokens={path}: is a trace of other {what}; give those of this one"
-            )
+            how = differ(trace.meta, meta, key)
+            raise UserError(f"--force_tokens={path}: is a trace of other {what}; {how}")
     return trace.stage("tokens")

@@ -53,6 +53,12 @@ def top_tokens(logits_TV, temperature: float, number: int):
     return pad(ids.int()), pad(logp)
 
 
+def chosen_and_entropy(logits_TV, targets_T, temperature: float):
+    """Log-probs of the targets and entropies, [T] each, by logits of any type."""
+    logp = log_softmax(logits_TV.float() / temperature)
+    return logp.gather(-1, targets_T[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
 class TorchTracer:
     """Tracer of common/trace.py."""
 

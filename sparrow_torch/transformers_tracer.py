@@ -137,9 +137,8 @@ class TransformersScorer(BatchedScorer):
         tokens = torch.as_tensor(np.asarray(tokens_BT), device=self.model.device).long()
 
         def one(row_T):
-            logits = self.model(row_T[None], use_cache=False).logits[0, :-1].float()
-            logp = log_softmax(logits / temperature)
-            return logp.gather(-1, row_T[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+            logits = self.model(row_T[None], use_cache=False).logits[0, :-1]
+            return tracer.chosen_and_entropy(logits, row_T[1:], temperature)
 
         rows = [checkpoint(one, row_T, use_reentrant=False) for row_T in tokens]
         chosen, entropy = (torch.cat(x) for x in zip(*rows, strict=True))

@@ -10,7 +10,7 @@ from common.trace_file import Trace, TraceWriter
 L, B, T, PROMPT, R, K, J, P, N = 3, 2, 12, 8, 4, 2, 5, 9, 4
 META = {
     "backend": "jax", "model_checksum": "m", "prompts_checksum": "p", "dtype": "float32",
-    "settings": {"seed": 0, "temperature": 1.0}, "device": "cpu", "versions": {"numpy": "2"},
+    "settings": {"seed": 0, "bin_tokens": 5}, "device": "cpu", "versions": {"numpy": "2"},
 }  # fmt: skip
 
 
@@ -74,7 +74,8 @@ def test_a_trace_is_the_same_as_itself(write):
     assert result.ok and result.verdict == "SAME within the tolerances" and not result.notes
     assert len(rows) == 22 and all(row.ok for row in rows.values())
     assert all(row.largest == 0 for row in rows.values())
-    assert [count for _, _, count, *_ in result.floor] == [2, 2, 2, 1]  # 4 + 3 response tokens
+    # 4 + 3 response tokens from position 8 on, bins of 5
+    assert [part[:3] for part in result.floor] == [(8, 9, 4), (10, 11, 3)]
     for *_, mean, p5 in result.floor:
         assert mean == pytest.approx(1, abs=1e-6) and p5 == pytest.approx(1, abs=1e-6)
 
@@ -306,8 +307,15 @@ def test_what_is_missing_is_said_and_what_has_another_shape_is_refused(write):
             del arrays[name]
 
     result, rows = judged(write, without)
+    alone = "recorded by one of the two only, in part or whole"
     assert result.verdict == "SAME within the tolerances; not compared: replay, decode"
-    assert "forward/q" not in rows and any(note.startswith("decode:") for note in result.notes)
+    assert "forward/q" not in rows and result.notes == [f"{alone}: decode, forward, replay"]
+
+    def untrained(arrays):
+        for name in [n for n in arrays if n.startswith(("grpo", "grad", "step"))]:
+            del arrays[name]
+
+    assert judged(write, untrained)[0].missing == ["grpo", "grad", "step"]
 
     def cut(arrays):
         arrays["forward/q"] = arrays["forward/q"][:1]
@@ -330,7 +338,7 @@ def test_what_is_missing_is_said_and_what_has_another_shape_is_refused(write):
 
 @pytest.mark.parametrize("key, value, words", [
     ("model_checksum", "x", "other weights"), ("prompts_checksum", "x", "other prompts"),
-    ("settings", {"seed": 1, "temperature": 1.0}, "the same seed"),
+    ("settings", {"seed": 1, "bin_tokens": 5}, "the same seed"),
 ])  # fmt: skip
 def test_traces_of_something_else_are_refused(write, key, value, words):
     with pytest.raises(UserError, match=words):

@@ -225,7 +225,7 @@ def test_what_cannot_be_traced_is_refused_in_one_line(traces, tmp_path):
             )  # fmt: skip
         assert "\n" not in str(caught.value) and not list(tmp_path.glob("*.npz"))
 
-    refused("--backend=vllm: not built in; use jax, torch, transformers", backend="vllm")
+    refused("--backend=numpy: not built in; use jax, torch, transformers, vllm", backend="numpy")
     refused("8 prompts of 24 to 40 tokens, expected 9", num_prompts=9)
     refused("0 prompts of 24 to 20 tokens", prompt_tokens=20)
     wide = traces.config(schedule="k=9")
@@ -236,8 +236,9 @@ def test_what_cannot_be_traced_is_refused_in_one_line(traces, tmp_path):
     refused("grpo.correction=icepop drops every token", num_tokens=12,
             config=dataclasses.replace(traces.config(), grpo=nothing))  # fmt: skip
     refused("trace needs --model", config=Config())
-    refused("is a trace of other settings", force=traces.jax.path, num_tokens=5)
-    refused("is a trace of other prompts", force=traces.jax.path, num_prompts=2, num_tokens=12)
+    other = {"force": traces.jax.path, "num_tokens": 12}
+    refused("of other settings; record both with the same num_tokens", **other | {"num_tokens": 5})
+    refused("is a trace of other prompts; record both on the same prompts", num_prompts=2, **other)
     broken = tmp_path / "p.json"
     for content, words in (
         ("[[1, 2", "is no JSON"), ('{"a": 1}', "list of lists"), ("[[1.5]]", "list of lists"),
