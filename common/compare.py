@@ -15,6 +15,7 @@ import numpy as np
 from common import deviations, tolerances
 from common.deviations import Row
 from common.errors import UserError
+from common.mismatch import quantile
 from common.trace_file import IDENTITY, Trace, differ
 
 STAGES = ("forward", "score", "replay", "decode", "grpo", "grad", "step", "stream")
@@ -120,18 +121,22 @@ def compare(a: Trace, b: Trace) -> Comparison:
     if not parted:
         rows += deviations.train(a, b, limit)
     rows += deviations.streams(a, b, limit["score"], tolerances.judges_tokens(dtypes))
-    lone = sorted({n.split("/")[0] for n in set(a) ^ set(b)})
-    if lone:
-        notes.append(f"recorded by one of the two only, in part or whole: {', '.join(lone)}")
     bits = [t["step/checksum"].item() for t in (a, b) if "step/checksum" in t]
     if len(bits) == 2 and not parted:
         same = "are" if bits[0] == bits[1] else "are not"
         notes.append(f"the weights after the step {same} the same bit by bit")
-    judged = {_stage(row) for row in rows if row.where != "not compared"}
     return Comparison(
-        rows=rows, floor=_floor(a, b, same_BT), notes=notes,
-        missing=[stage for stage in STAGES if stage not in judged],
-    )  # fmt: skip
+        rows=rows, floor=_floor(a, b, same_BT), notes=notes, missing=_missing(a, b, rows)
+    )
+
+
+def _missing(a: Trace, b: Trace, rows: Sequence[Row]) -> list[str]:
+    """Stages that were not compared, and of the others the quantities that one trace lacks."""
+    judged = {_stage(row) for row in rows if row.where != "not compared"}
+    parts = [name.split("/") for name in sorted(set(a) ^ set(b))]
+    # Of parameters and streams the last part says which of several numbers it is.
+    lone = {"/".join(p[:-1] if len(p) > 2 else p) for p in parts if p[0] in judged}
+    return [stage for stage in STAGES if stage not in judged] + sorted(lone)
 
 
 def _common_prefix(a: Trace, b: Trace) -> np.ndarray:
@@ -146,7 +151,7 @@ def _common_prefix(a: Trace, b: Trace) -> np.ndarray:
 def _floor(a: Trace, b: Trace, same_BT: np.ndarray) -> list[tuple]:
     """(first, last position, tokens, mean, p5) of the acceptance rate between the dense policies.
 
-    Per length bin (mismatch.bin_tokens).
+    Per length bin (mismatch.bin_tokens of the first trace).
 
     From the 20 likeliest tokens of each: sum min(p, q) over those in both lists; a token in one
     list has at most the other's 20th probability there; the rests share at most the smaller one.
@@ -164,12 +169,12 @@ def _floor(a: Trace, b: Trace, same_BT: np.ndarray) -> list[tuple]:
     position = np.arange(same_BT.shape[1])
     valid = same_BT & (position >= a["tokens/prompt_len"][:, None])
     used = np.flatnonzero(valid.any(0))
-    bins = used // a.meta["settings"]["bin_tokens"]
+    bins = used // a.bin_tokens
     out = []
     for part in (used[bins == i] for i in np.unique(bins)):
         found = alpha[:, part][valid[:, part]]
-        out.append((int(part[0]), int(part[-1]), found.size, float(found.mean()),
-                    float(np.quantile(found, 0.05))))  # fmt: skip
+        p5 = quantile(np.sort(found), np.arange(1, found.size + 1), 0.05)
+        out.append((int(part[0]), int(part[-1]), found.size, float(found.mean()), p5))
     return out
 
 
@@ -186,7 +191,7 @@ def table(result: Comparison) -> str:
         )
     for first, last, count, mean, p5 in result.floor:
         lines.append(f"dense against dense, positions {first}-{last}, {count} tokens: "
-                     f"acceptance mean {mean:.6f}, p5 {p5:.6f}")  # fmt: skip
+                     f"acceptance rate (upper bound) mean {mean:.6f}, p5 {p5:.6f}")  # fmt: skip
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes), result.verdict])
 
 

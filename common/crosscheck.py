@@ -1,6 +1,6 @@
 """The small matrix of backends and types on this machine: `make crosscheck`, a few minutes.
 
-With vLLM where that is installed (`make crosscheck-vllm`).
+`make crosscheck-vllm` adds vLLM.
 
 Random weights of a Qwen3 and a Llama geometry, written as Hugging Face directories; each backend
 records a trace in each type, over the tokens of the first; each is compared with that first one.
@@ -9,7 +9,6 @@ records a trace in each type, over the tokens of the first; each is compared wit
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -45,7 +44,6 @@ OTHERS = (
     ("transformers", "float32"),
     ("torch", "bfloat16"),
 )
-VLLM = (("vllm", "float32"), ("vllm", "bfloat16"))
 COLUMNS = {
     "activations": ("forward/",), "log-probs": ("score/",), "alpha": ("replay/",),
     "pages": ("decode/page",), "LSE": ("decode/lse",), "loss": ("grpo/",),
@@ -80,13 +78,16 @@ def record(model: Path, backend: str, dtype: str, force: Path | None) -> Path:
     return out
 
 
-def record_all(out: Path) -> dict[tuple[str, str, str], Path]:
-    """Traces by (model, backend, type), two at a time, the first of each model before the rest."""
+def record_all(out: Path, more: Sequence[str] = ()) -> dict[tuple[str, str, str], Path]:
+    """Traces by (model, backend, type), two at a time, the first of each model before the rest.
+
+    more: further backends.
+    """
     for name, geometry in MODELS.items():
         write_model(out / name, geometry)
     firsts = [(name, *FIRST) for name in MODELS]
     # bfloat16 of one model: what its geometry changes shows in float32.
-    others = OTHERS + VLLM if importlib.util.find_spec("vllm") else OTHERS
+    others = [*OTHERS, *((backend, dtype) for backend in more for dtype in ("float32", "bfloat16"))]
     rest = [(name, *other) for name in MODELS for other in others
             if name == "qwen3" or other[1] == "float32"]  # fmt: skip
     found: dict[tuple[str, str, str], Path] = {}
@@ -114,10 +115,10 @@ def cell(result: Comparison, prefixes: Sequence[str]) -> str:
     return f"{max(row.largest for row in rows):.0e}{mark}"
 
 
-def main(out: Path) -> int:
+def main(out: Path, more: Sequence[str] = ()) -> int:
     """Record, compare, write `out`/index.html and print the table; 1 if anything differs."""
     rows, links, ok = [], [], True
-    found = record_all(out)
+    found = record_all(out, more)
     for (name, backend, dtype), path in found.items():
         if (backend, dtype) == FIRST:
             continue
@@ -146,9 +147,9 @@ def main(out: Path) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m common.crosscheck OUT")
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m common.crosscheck OUT [BACKEND...]")
     try:
-        sys.exit(main(Path(sys.argv[1])))
+        sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
     except UserError as error:
         sys.exit(f"crosscheck: {error}")

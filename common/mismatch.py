@@ -104,14 +104,14 @@ def _bin_stats(b, bin_tokens, rows, min_tokens, num_bootstrap, rng) -> BinStats:
     values = np.concatenate(rows)
     order = np.argsort(values, kind="stable")
     values, owner = values[order], np.repeat(np.arange(len(rows)), [len(r) for r in rows])[order]
-    p1, p5, p50 = (_quantile(values, np.arange(1, len(values) + 1), q) for q in (0.01, 0.05, 0.5))
+    p1, p5, p50 = (quantile(values, np.arange(1, len(values) + 1), q) for q in (0.01, 0.05, 0.5))
     intervals = np.tile([0.0, 1.0], (2, 1))
     if len(rows) > 1:
         draws = np.empty((2, num_bootstrap))
         for i in range(num_bootstrap):
             times = np.bincount(rng.integers(len(rows), size=len(rows)), minlength=len(rows))
             cumulative = np.cumsum(times[owner])
-            draws[:, i] = [_quantile(values, cumulative, q) for q in (0.05, 0.01)]
+            draws[:, i] = [quantile(values, cumulative, q) for q in (0.05, 0.01)]
         intervals = np.quantile(draws, [0.025, 0.975], axis=1).T
     return BinStats(
         bin=b,
@@ -132,7 +132,7 @@ def _bin_stats(b, bin_tokens, rows, min_tokens, num_bootstrap, rng) -> BinStats:
     )
 
 
-def _quantile(rising: np.ndarray, cumulative: np.ndarray, q: float) -> float:
+def quantile(rising: np.ndarray, cumulative: np.ndarray, q: float) -> float:
     """rising[i] where the cumulative count first reaches q of the total."""
     return float(rising[np.searchsorted(cumulative, q * cumulative[-1])])
 

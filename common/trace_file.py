@@ -105,6 +105,17 @@ class Trace(Mapping[str, np.ndarray]):
             raise UserError(f"{self.path}: {name} holds no numbers; record it anew")
         return array
 
+    @property
+    def bin_tokens(self) -> int:
+        """mismatch.bin_tokens of its configuration."""
+        try:
+            found = self.meta["config"]["mismatch"]["bin_tokens"]
+            if type(found) is int and found > 0:
+                return found
+        except (KeyError, TypeError):
+            pass
+        raise UserError(f"{self.path}: has no mismatch.bin_tokens; record it anew")
+
     def __contains__(self, name: object) -> bool:
         return name in self._names
 

@@ -33,7 +33,8 @@ def find(backend: str) -> str:
         raise UserError(f"--backend={backend}: not built in; use {', '.join(TRACERS)}")
     if importlib.util.find_spec(backend) is None:
         extra = "smollm2" if backend == "transformers" else backend
-        raise UserError(f"{backend} is not installed; run: pip install 'sparrow-rl[{extra}]'")
+        cpu = "; on a CPU: make crosscheck-vllm" if backend == "vllm" else ""
+        raise UserError(f"{backend} is not installed; run: pip install 'sparrow-rl[{extra}]'{cpu}")
     return TRACERS[backend]
 
 
@@ -88,7 +89,6 @@ def settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, A
         "grpo": dataclasses.asdict(config.grpo),
         "schedule": schedule.to_json()["bins"],
         "num_tokens": num_tokens,
-        "bin_tokens": config.mismatch.bin_tokens,
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -46,17 +47,38 @@ def stacked(facts) -> dict[str, np.ndarray]:
     return {name: torch.stack([f[name] for f in facts]).cpu().numpy() for name in facts[0]}
 
 
-def top_tokens(logits_TV, temperature: float, number: int):
-    """Ids and log-probs [T, number] of the likeliest tokens by float32 logits."""
-    logp, ids = log_softmax(logits_TV.float() / temperature).topk(number)
+def joined(rows) -> dict[str, np.ndarray]:
+    """Facts [L, B, T, ...] of a list of facts [L, 1, T, ...], one per row."""
+    return {name: np.concatenate([facts[name] for facts in rows], 1) for name in rows[0]}
+
+
+def top_tokens(logits_of_rows: Iterable[torch.Tensor], temperature: float, number: int):
+    """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void.
+
+    logits_of_rows: B times [T - 1, V], taken one after the other.
+    """
     pad = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0)).cpu().numpy()  # noqa: E731
-    return pad(ids.int()), pad(logp)
+    found = []
+    for logits_TV in logits_of_rows:
+        logp, ids = log_softmax(logits_TV.float() / temperature).topk(number)
+        found.append((pad(ids.int()), pad(logp)))
+    return tuple(np.stack(x) for x in zip(*found, strict=True))
 
 
 def chosen_and_entropy(logits_TV, targets_T, temperature: float):
     """Log-probs of the targets and entropies, [T] each, by logits of any type."""
     logp = log_softmax(logits_TV.float() / temperature)
     return logp.gather(-1, targets_T[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@contextlib.contextmanager
+def removing(hooks) -> Iterator[None]:
+    """Remove hooks at the end, whatever happens."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class TorchTracer:
@@ -80,14 +102,10 @@ class TorchTracer:
 
     @torch.no_grad()
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void."""
-        found = []
-        for row_T in self.tensor(tokens_BT):
-            hidden, _ = next_token_view(self.model.hidden(row_T[None]), row_T[None])
-            found.append(
-                top_tokens(self.model.logits(hidden), self.config.rollout.temperature, number)
-            )
-        return np.stack([ids for ids, _ in found]), np.stack([logp for _, logp in found])
+        rows = (row_T[None] for row_T in self.tensor(tokens_BT))
+        hidden = (next_token_view(self.model.hidden(row), row)[0] for row in rows)
+        logits = (self.model.logits(x) for x in hidden)
+        return top_tokens(logits, self.config.rollout.temperature, number)
 
     def decoder(self, table_BP, max_selected: int) -> TorchCache:
         return TorchCache(self, table_BP, max_selected)

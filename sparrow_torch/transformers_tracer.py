@@ -87,20 +87,17 @@ class TransformersTracer:
                 layer.register_forward_hook(lambda _, x, y, keep=keep: keep("x", y)),
             ]
         rows = []
-        for row in tokens_BT:  # one by one: eager attention has all scores in memory
-            self.model.model(self._tensor(row)[None], use_cache=False)
-            rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
-        for hook in hooks:
-            hook.remove()
-        return {name: np.concatenate([row[name] for row in rows], 1) for name in rows[0]}
+        with tracer.removing(hooks):
+            for row in tokens_BT:  # one by one: eager attention has all scores in memory
+                self.model.model(self._tensor(row)[None], use_cache=False)
+                rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
+        return tracer.joined(rows)
 
     @torch.no_grad()
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
-        found = []
-        for row in tokens_BT:
-            logits = self.model(self._tensor(row)[None], use_cache=False).logits[0, :-1]
-            found.append(tracer.top_tokens(logits, self.config.rollout.temperature, number))
-        return np.stack([ids for ids, _ in found]), np.stack([logp for _, logp in found])
+        rows = (self.model(self._tensor(row)[None], use_cache=False) for row in tokens_BT)
+        logits = (out.logits[0, :-1] for out in rows)
+        return tracer.top_tokens(logits, self.config.rollout.temperature, number)
 
     def update(self, batch: TrainBatch) -> Update:
         c, losses = self.config, []

@@ -8,10 +8,8 @@ and samples with noise of its own, so it takes the tokens of another trace, and 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +18,20 @@ import torch
 from common import hf
 from common.batched_scorer import BatchedScorer
 from common.config import Config
+from common.errors import UserError
 from sparrow_torch import tracer
 from sparrow_torch.backend import compute_dtype
 from sparrow_torch.scorer import align
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model has to be within reach of hooks
-    "TORCHDYNAMO_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # eagerly means all of it, as hooks see nothing that is compiled
+    "TRITON_F32_DEFAULT": "ieee",  # float32 products on a GPU in float32, not in TF32
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Of the environment; vLLM reads them when it is imported."""
+"""Of the environment, before vLLM is imported."""
 
 
 def build(config: Config) -> VllmTracer:
@@ -47,8 +47,9 @@ def build(config: Config) -> VllmTracer:
     llm = vllm.LLM(
         config.model.path, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, seed=0,
         enable_prefix_caching=False, max_model_len=length, max_num_seqs=rows,
-        max_num_batched_tokens=rows * length,
+        max_num_batched_tokens=max(rows, length),
         kv_cache_memory_bytes=2 * token * rows * (length + 256),  # 256: more than any page
+        gpu_memory_utilization=0.1,  # asks for so much free memory, and for no more
         hf_overrides={"max_position_embeddings": length},
     )  # fmt: skip
     return VllmTracer(llm, config)
@@ -92,10 +93,11 @@ class VllmTracer:
         rows = []
         for row_T in tokens_BT:
             hooks, seen = _watch(self.model.model.layers)
-            with _removing(hooks):
+            with tracer.removing(hooks):
                 self._run([row_T], 1)
             rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
-        return {name: np.concatenate([row[name] for row in rows], 1) for name in rows[0]}
+            _expect(len(row_T), rows[-1]["block"].shape[2], "a forward pass")
+        return tracer.joined(rows)
 
     def logits(self, row_T) -> torch.Tensor:
         """Logits [T - 1, V] from which vLLM takes the log-probs of a prompt."""
@@ -103,16 +105,15 @@ class VllmTracer:
         hook = self.model.logits_processor.register_forward_hook(
             lambda _, x, y: seen.append(y.clone())
         )
-        with _removing([hook]):
+        with tracer.removing([hook]):
             self._run([row_T], 1, prompt_logprobs=0)
-        return max(seen, key=len)[: len(row_T) - 1]  # another is that of the token it samples
+        logits = torch.cat(seen[1:])  # after that of the token it samples, in one or more pieces
+        _expect(len(row_T) - 1, len(logits), "logits of a prompt")
+        return logits
 
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
-        pick = functools.partial(
-            tracer.top_tokens, temperature=self.config.rollout.temperature, number=number
-        )
-        found = [pick(self.logits(row_T)) for row_T in tokens_BT]
-        return np.stack([ids for ids, _ in found]), np.stack([logp for _, logp in found])
+        logits = (self.logits(row_T) for row_T in tokens_BT)
+        return tracer.top_tokens(logits, self.config.rollout.temperature, number)
 
 
 class VllmScorer(BatchedScorer):
@@ -135,13 +136,11 @@ class VllmScorer(BatchedScorer):
         raise NotImplementedError("vLLM's own models have no block-sparse pass")
 
 
-@contextlib.contextmanager
-def _removing(hooks: Sequence[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _expect(wanted: int, found: int, what: str) -> None:
+    """What hooks see depends on how vLLM works within: better none than half of it."""
+    if found != wanted:
+        raise UserError(f"vllm: {found} positions seen in {what}, expected {wanted}; "
+                        "this version of vLLM cannot be traced")  # fmt: skip
 
 
 def _watch(layers: Sequence[Any]) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:

@@ -22,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") not in ("gpu", "tpu"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would wait for each other
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+    if config.getoption("markexpr") != "vllm":  # which has kernels of its own
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,8 @@ from common.trace_file import Trace, TraceWriter
 L, B, T, PROMPT, R, K, J, P, N = 3, 2, 12, 8, 4, 2, 5, 9, 4
 META = {
     "backend": "jax", "model_checksum": "m", "prompts_checksum": "p", "dtype": "float32",
-    "settings": {"seed": 0, "bin_tokens": 5}, "device": "cpu", "versions": {"numpy": "2"},
+    "settings": {"seed": 0, "temperature": 1.0}, "device": "cpu", "versions": {"numpy": "2"},
+    "config": {"mismatch": {"bin_tokens": 5}},
 }  # fmt: skip
 
 
@@ -307,9 +308,15 @@ def test_what_is_missing_is_said_and_what_has_another_shape_is_refused(write):
             del arrays[name]
 
     result, rows = judged(write, without)
-    alone = "recorded by one of the two only, in part or whole"
-    assert result.verdict == "SAME within the tolerances; not compared: replay, decode"
-    assert "forward/q" not in rows and result.notes == [f"{alone}: decode, forward, replay"]
+    missing = "replay, decode, forward/q"
+    assert result.verdict == f"SAME within the tolerances; not compared: {missing}"
+    assert "forward/q" not in rows and not result.notes
+
+    def partly(arrays):
+        for name in ("grad/layers.q_LDNH/norm", "grad/layers.q_LDNH/projection", "score/top_logp"):
+            arrays[name.replace("q_LDNH", "k_LDKH")] = arrays[name] + 0
+
+    assert judged(write, partly)[0].missing == ["grad/layers.k_LDKH"]
 
     def untrained(arrays):
         for name in [n for n in arrays if n.startswith(("grpo", "grad", "step"))]:
@@ -334,11 +341,14 @@ def test_what_is_missing_is_said_and_what_has_another_shape_is_refused(write):
 
     with pytest.raises(UserError, match="score/logp holds no numbers"):
         judged(write, words)
+    for config in ({}, None, {"mismatch": {"bin_tokens": 0}}, {"mismatch": {"bin_tokens": "5"}}):
+        with pytest.raises(UserError, match="has no mismatch.bin_tokens"):
+            judged(write, None, config=config)
 
 
 @pytest.mark.parametrize("key, value, words", [
     ("model_checksum", "x", "other weights"), ("prompts_checksum", "x", "other prompts"),
-    ("settings", {"seed": 1, "bin_tokens": 5}, "the same seed"),
+    ("settings", {"seed": 1, "temperature": 1.0}, "the same seed"),
 ])  # fmt: skip
 def test_traces_of_something_else_are_refused(write, key, value, words):
     with pytest.raises(UserError, match=words):

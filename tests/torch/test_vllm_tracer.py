@@ -17,7 +17,6 @@ UNTRAINED = "replay, decode, grpo, grad, step"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The models of the matrix, each with a trace by the torch backend."""
-    pytest.importorskip("vllm", reason="vLLM is not installed; run: make crosscheck-vllm")
     path = tmp_path_factory.mktemp("vllm")
     for name, geometry in crosscheck.MODELS.items():
         crosscheck.write_model(path / name, geometry)

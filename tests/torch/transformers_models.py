@@ -111,15 +111,20 @@ def jax_parts(geometry, weights):
 IN_BLOCKS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=IN_BLOCKS)
-def jax_run(graph, state, tokens_BT):
-    model = nnx.merge(graph, state)
-    hidden = model.hidden(tokens_BT, dtype=jnp.float32)
-    return hidden, hidden @ model.head(jnp.float32).T
+@functools.cache
+def jax_program(**options):
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=options)
+    def run(graph, state, tokens_BT):
+        model = nnx.merge(graph, state)
+        hidden = model.hidden(tokens_BT, dtype=jnp.float32)
+        return hidden, hidden @ model.head(jnp.float32).T
+
+    return run
 
 
-def jax_forward(geometry, weights, tokens_BT):
-    return [np.asarray(x) for x in jax_run(*jax_parts(geometry, weights), tokens_BT)]
+def jax_forward(geometry, weights, tokens_BT, **options):
+    found = jax_program(**options)(*jax_parts(geometry, weights), tokens_BT)
+    return [np.asarray(x) for x in found]
 
 
 def jax_read(path):
