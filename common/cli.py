@@ -9,11 +9,13 @@ every traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -64,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `sparrow help config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if debug or error.errno != errno.ENAMETOOLONG:
+            raise
+        name = Path(str(error.filename)).name
+        print(f"sparrow: {name[:40]}...: {len(name)} characters, too long a file name; take a "
+              "shorter one", file=sys.stderr)  # fmt: skip
+        return 2
     except ValueError as error:
         if debug or not is_user_error(error):
             raise

@@ -225,7 +225,7 @@ def _literal(text: str) -> Any:
     """JSON, else a Python literal, else the text itself."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or a number of thousands of digits
         pass
     try:
         return ast.literal_eval(text)

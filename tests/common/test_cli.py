@@ -70,6 +70,9 @@ def fails(capsys, line, status=2):
         ("eval --run=x", "x: no run of sparrow"),
         ("report", "expected RUN..."),
         ("report r.py", "r.py: no run of sparrow"),
+        ("train --run=x --config=" + "y" * 300, "yyy...: 300 characters, too long a file name"),
+        ("profile --config=r.py --out=" + "y" * 300, "characters, too long a file name"),
+        ("profile --config=r.py --out=p.json --topk=" + "9" * 5000, "expected whole numbers"),
         ("bench encode", "expected decode or profile"),
     ],
 )
