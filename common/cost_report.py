@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import cost, eflops, hf, lengths, overrides, presets, schedule
+from common import cost, eflops, hf_config, lengths, overrides, presets, schedule
 from common.config import ModelConfig
 from common.cost import Setting
 from common.errors import UserError
@@ -34,7 +34,7 @@ def read_model(name: str) -> ModelConfig:
         return QWEN3[name]
     path = Path(name)
     if path.is_dir() or (path.is_file() and path.name == "config.json"):
-        return hf.read_geometry(path if path.is_dir() else path.parent)
+        return hf_config.read_geometry(path if path.is_dir() else path.parent)
     guess = overrides.nearest(name, list(QWEN3))
     hint = f"did you mean {guess}?" if guess else f"built in: {', '.join(QWEN3)}"
     raise UserError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common import chat, hf, policies, profile_page
+from common import chat, hf_config, policies, profile_page
 from common.config import Config
 from common.errors import UserError
 from common.json_checks import read_object
@@ -79,7 +79,7 @@ def read_text(config: Config, path: Path, max_tokens: int, sequences: int) -> Te
     """
     if not config.model.path:
         raise UserError("--replay needs --model=DIR, a Hugging Face model directory")
-    hf.read_geometry(config.model.path)  # refuses what is no model directory
+    hf_config.read_geometry(config.model.path)  # refuses what is no model directory
     limit = read_object(Path(config.model.path) / "config.json").get("max_position_embeddings")
     if isinstance(limit, int) and max_tokens > limit:
         raise UserError(f"--max_tokens={max_tokens}: the model's context is {limit} tokens")

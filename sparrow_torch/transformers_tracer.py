@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from common import hf
+from common import hf, hf_config
 from common.batched_scorer import BatchedScorer
 from common.config import Config
 from common.trace import Update, loss_of
@@ -110,7 +110,7 @@ class TransformersTracer:
             losses.append(float(loss.detach()))
         for p in self.model.parameters():
             p.grad /= batch.denominators[0]
-        geometry = hf.read_geometry(c.model.path)
+        geometry = hf_config.read_geometry(c.model.path)
         own = {n: p.grad.float().cpu().numpy() for n, p in self.model.named_parameters()}
         gradients = dict(hf.stack(own, geometry))
         weights = functools.partial(tracer.new_weights, c, gradients)

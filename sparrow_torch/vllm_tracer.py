@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import hf
+from common import hf_config
 from common.batched_scorer import BatchedScorer
 from common.config import Config
 from common.errors import UserError
@@ -41,7 +41,7 @@ def build(config: Config) -> VllmTracer:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(config.learner.dtype, device)
-    geometry, (T,) = hf.read_geometry(config.model.path), config.learner.length_buckets
+    geometry, (T,) = hf_config.read_geometry(config.model.path), config.learner.length_buckets
     rows, length = config.rollout.num_slots, T + 1  # a row is prefilled for the sake of one token
     token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
     llm = vllm.LLM(

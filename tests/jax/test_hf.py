@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from common import oracles
 from common.errors import UserError
-from common.hf import read_geometry
+from common.hf_config import read_geometry
 from sparrow_jax import hf
 from sparrow_jax.model import Decoder
 
