@@ -176,15 +176,11 @@ def profile_plot(
     profile: content of a profile file (common.profile_file); schedule: content of a
     schedule file. statistic: 'p5' or 'p1'. Bins with too few tokens are drawn hollow.
     """
-    from matplotlib.colors import LinearSegmentedColormap
-
     rows = [row for row in profile["rows"] if plots.is_number(row.get(statistic))]
     if not rows:
         return None
     budgets = sorted({row["k"] for row in rows if row["k"] != "dense"})
-    ramp = LinearSegmentedColormap.from_list("budget", ["#e69f00", "#d55e00", "#b8609a", "#0072b2"])
-    colors = {k: ramp(i / max(len(budgets) - 1, 1)) for i, k in enumerate(budgets)}
-    colors["dense"] = MUTED
+    colors = budget_colors(budgets) | {"dense": MUTED}
     title = title or f"{statistic} of the acceptance rate by length and budget"
     share = (2.6, 1) if schedule else (1,)
     with plots.Canvas(title, labels=["every page"], size=(640, 470), rows=share) as figure:
@@ -204,6 +200,14 @@ def profile_plot(
             figure.unit("pages read under the schedule", figure.all_axes[1])
         figure.all_axes[-1].set_xlabel("position in sequence, tokens")
     return figure.svg
+
+
+def budget_colors(budgets: Sequence[int]) -> dict[int, Any]:
+    """A colour for each budget, along a ramp from the smallest to the largest."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ramp = LinearSegmentedColormap.from_list("budget", ["#e69f00", "#d55e00", "#b8609a", "#0072b2"])
+    return {k: ramp(i / max(len(budgets) - 1, 1)) for i, k in enumerate(budgets)}
 
 
 def _budget_line(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, color: Any) -> None:

@@ -53,11 +53,10 @@ def _mean_and_tail(profile):
     labels = [f"k = {k}" for k in budgets]
     with plots.Canvas("Mean against p5", labels=labels) as figure:
         ends = []
-        for i, k in enumerate(budgets):
+        for k, color in plots_overview.budget_colors(budgets).items():
             rows = [r for r in profile["rows"] if r["k"] == k and r["enough"]]
             if not rows:
                 continue
-            color = plots.color_of(i)
             x, y = [r["mean"] for r in rows], [r["p5"] for r in rows]
             figure.axes.plot(x, y, "o", color=color, markersize=4.5)
             ends.append((sum(y) / len(y), f"k = {k}", color))
