@@ -124,7 +124,7 @@ def test_a_planted_fault_is_seen(fault, ours, folder):
     tokens_BT = tokens(3, 64)
     _, want = their_states(their_model(name), tokens_BT)
     _, logits = forward(*fault(*read(folder(name))), tokens_BT)
-    assert np.abs(logits - want).max() > 100 * tolerance
+    assert np.abs(logits - want).max() > 100 * TOLERANCE
 
 
 def engine_config(max_prompt_tokens, max_response_tokens, **settings):
