@@ -8,8 +8,9 @@ and samples with noise of its own, so it takes the tokens of another trace, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from common import hf_config
 from common.batched_scorer import BatchedScorer
 from common.config import Config
-from common.errors import UserError
+from common.errors import UserError, one_line
 from sparrow_torch import tracer
 from sparrow_torch.backend import compute_dtype
 from sparrow_torch.scorer import align
@@ -35,7 +36,10 @@ SETTINGS = {
 
 
 def build(config: Config) -> VllmTracer:
-    """The model of model.path in an engine that holds all rows of the trace."""
+    """The model of model.path in an engine that holds all rows of the trace.
+
+    UserError for what this build of vLLM cannot run: on a CPU, heads other than 32, 64 or 128 wide.
+    """
     os.environ.update(SETTINGS)
     import vllm
 
@@ -44,14 +48,15 @@ def build(config: Config) -> VllmTracer:
     geometry, (T,) = hf_config.read_geometry(config.model.path), config.learner.length_buckets
     rows, length = config.rollout.num_slots, T + 1  # a row is prefilled for the sake of one token
     token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
-    llm = vllm.LLM(
-        config.model.path, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, max_model_len=length, max_num_seqs=rows,
-        max_num_batched_tokens=max(rows, length),
-        kv_cache_memory_bytes=2 * token * rows * (length + 256),  # 256: more than any page
-        gpu_memory_utilization=0.1,  # asks for so much free memory, and for no more
-        hf_overrides={"max_position_embeddings": length},
-    )  # fmt: skip
+    with _refusing():
+        llm = vllm.LLM(
+            config.model.path, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, seed=0,
+            enable_prefix_caching=False, max_model_len=length, max_num_seqs=rows,
+            max_num_batched_tokens=max(rows, length),
+            kv_cache_memory_bytes=2 * token * rows * (length + 256),  # 256: more than any page
+            gpu_memory_utilization=0.1,  # asks for so much free memory, and for no more
+            hf_overrides={"max_position_embeddings": length},
+        )  # fmt: skip
     return VllmTracer(llm, config)
 
 
@@ -78,7 +83,8 @@ class VllmTracer:
         how = self._how(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **asked
         )
-        return self._llm.generate(given, how, use_tqdm=False)
+        with _refusing():
+            return self._llm.generate(given, how, use_tqdm=False)
 
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probs [B, N], all prompts at once."""
@@ -134,6 +140,15 @@ class VllmScorer(BatchedScorer):
 
     def overlaps(self, *args, **kwargs):
         raise NotImplementedError("vLLM's own models have no block-sparse pass")
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What this build of vLLM cannot do, in one line."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"vllm cannot run this model here: {one_line(error)}") from error
 
 
 def _expect(wanted: int, found: int, what: str) -> None:

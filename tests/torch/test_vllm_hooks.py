@@ -144,3 +144,15 @@ def test_greedy_tokens_and_log_probs_are_what_the_engine_says(build):
     prompts = [Prompt(prompt_id=i, task="x", answer={}, tokens=np.int32([1, 2])) for i in range(2)]
     found, logp = build().greedy(prompts, 3)
     assert found.tolist() == [[0, 1, 2]] * 2 and logp.tolist() == [[0, -0.5, -1]] * 2
+
+
+def test_what_the_engine_cannot_do_is_one_line(build, monkeypatch):
+    tracer = build()
+
+    def fail(*args, **how):
+        raise RuntimeError("Unsupported:\nhead_dim=8")
+
+    monkeypatch.setattr(tracer._llm, "generate", fail)
+    with pytest.raises(UserError, match="vllm cannot run this model here: Unsupported: head_dim=8"):
+        tracer.forward(tokens())
+    assert not tracer.model.model.layers[0]._forward_hooks
