@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from common import loop, metrics, run_dir, setup, tasks
+from tests.common import made_up_traces
 
 
 @pytest.fixture
@@ -33,3 +34,11 @@ def train(tmp_path, monkeypatch):
         return metrics.read_metrics(fake.path)
 
     return call
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(name, change, **meta): a made-up trace tmp_path/name.npz (made_up_traces.py)."""
+    return lambda name, change=None, **meta: made_up_traces.write(
+        tmp_path / f"{name}.npz", change, **meta
+    )
