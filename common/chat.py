@@ -22,6 +22,10 @@ from typing import Any
 
 import numpy as np
 
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+)  # fmt: skip
+"""Files beside a tokenizer that decide about tokens, template and stop tokens."""
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -30,7 +34,7 @@ class TextCodec:
     """tokenizer: of the `tokenizers` library; template: a compiled jinja2 template or None.
 
     stop_ids: tokens that end a response; pad_id: for those who need one, 0 if the model has none.
-    special: text of the special tokens, for the template.
+    special: text of the special tokens, for the template. files: all that were read.
     """
 
     tokenizer: Any
@@ -39,6 +43,7 @@ class TextCodec:
     pad_id: int
     vocab_size: int
     special: Mapping[str, str]
+    files: tuple[Path, ...] = ()
 
     def render(self, messages: Messages) -> str:
         """The prompt as text. Raises ValueError if the chat template refuses the messages."""
@@ -111,6 +116,7 @@ def load_codec(tokenizer: str, model_path: str) -> TextCodec:
         pad_id=vocab.get(special.get("pad_token", ""), 0),
         vocab_size=1 + max(vocab.values()),
         special=special,
+        files=tuple(file for name in FILES if (file := path.parent / name).is_file()),
     )
 
 

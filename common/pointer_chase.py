@@ -61,6 +61,7 @@ class PointerChase:
     stop_ids = (EOS,)
     num_items = None
     deadline_seconds = None
+    files = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

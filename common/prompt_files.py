@@ -54,6 +54,11 @@ class FileTask:
     deadline_seconds: float
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The data file, then the tokenizer's files."""
+        return (Path(self.name), *(self.codec.files if self.codec else ()))
+
+    @property
     def vocab_size(self) -> int:
         return (self.codec or self.chase).vocab_size
 

@@ -12,6 +12,7 @@ import difflib
 import functools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,10 @@ class ReasoningTask:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.codec.stop_ids
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.codec.files
 
     def prompt(self, seed: int, index: int) -> Prompt:
         """Problem `index` < 2^20 of stream `seed`: a pure function of both."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ class Task(Protocol):
 
     num_items: number of problems, None = endless. max_prompt_tokens: None = not known beforehand.
     deadline_seconds: of one job; None if the task never makes jobs.
+    files: every file its prompts and answers were made from; a run is a function of their content.
     Tasks that can write answers also have `demonstration` (see PointerChase).
     """
 
@@ -44,6 +46,8 @@ class Task(Protocol):
     def max_prompt_tokens(self) -> int | None: ...
     @property
     def deadline_seconds(self) -> float | None: ...
+    @property
+    def files(self) -> tuple[Path, ...]: ...
 
     def prompt(self, seed: int, index: int) -> Prompt:
         """Problem `index` of the stream `seed`, a pure function of both; prompt_id = index."""

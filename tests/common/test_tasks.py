@@ -248,3 +248,15 @@ def test_final_number_of_hostile_text():
     assert score_final_number({"number": "42"}, "1," * 200_000 + " 42") == 1.0
     assert score_final_number({"number": "42"}, "9" * 200_000) == 0.0
     assert score_final_number({"number": "42"}, "\u0664\u0662") == 0.0  # digits of other scripts
+
+
+def test_a_task_names_every_file_it_was_made_from(tmp_path):
+    """Whoever goes on with a run compares their content."""
+    assert tasks.build_task(TaskConfig()).files == ()
+    data = tmp_path / "d.jsonl"
+    config = TaskConfig(name=write_jsonl(data, [row()]), tokenizer=write_tokenizer(tmp_path / "t"))
+    folder = tmp_path / "t"
+    expected = (data, folder / "tokenizer.json", folder / "tokenizer_config.json")
+    assert tasks.build_task(config).files == expected
+    (folder / "chat_template.jinja").write_text("A")
+    assert tasks.build_task(config).files == (*expected, folder / "chat_template.jinja")
