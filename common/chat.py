@@ -1,48 +1,55 @@
-"""Text to tokens and back: a tokenizer.json and the chat template that lies beside it.
+"""Text to tokens and back: a tokenizer.json and what lies beside it, as transformers reads them.
 
-With a chat template (`chat_template` in tokenizer_config.json, or chat_template.jinja) messages are
-rendered by jinja2 in a sandbox, as HF does, with add_generation_prompt. Without one, the format is
+With a chat template (chat_template.jinja, or else the one in tokenizer_config.json) messages are
+rendered in the sandbox of transformers with add_generation_prompt. Without one, the format is
 
     System: Be brief.
     User: What is 2 + 2?
     Assistant:
 
 one line start per message, the role capitalised, and the tokenizer's own special tokens around it.
+Only local files are read, and no code that lies beside them is run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "config.json", "generation_config.json",
 )  # fmt: skip
 """Files beside a tokenizer that decide about tokens, template and stop tokens."""
 Messages = Sequence[Mapping[str, str]]
+_CLOCK = re.compile(r"\bstrftime_now\s*\(")
+_CLOCK_WITH_FORMAT = re.compile(r"""\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
+_CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextCodec:
-    """tokenizer: of the `tokenizers` library; template: a compiled jinja2 template or None.
+    """tokenizer: of the `tokenizers` library, cuts and pads nothing. hf: the same by transformers.
 
-    stop_ids: tokens that end a response; pad_id: for those who need one, 0 if the model has none.
-    special: text of the special tokens, for the template. files: all that were read.
+    template: source of the chat template, None if there is none. stop_ids: tokens that end a
+    response. pad_id: for those who need one, 0 if the model has none. files: all that were read.
     """
 
     tokenizer: Any
-    template: Any
+    hf: Any
+    template: str | None
     stop_ids: tuple[int, ...]
     pad_id: int
     vocab_size: int
-    special: Mapping[str, str]
     files: tuple[Path, ...] = ()
 
     def render(self, messages: Messages) -> str:
@@ -50,20 +57,22 @@ class TextCodec:
         if self.template is None:
             lines = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages]
             return "".join(lines) + "Assistant:"
-        import jinja2
-
-        try:
-            return self.template.render(
-                messages=[dict(m) for m in messages], add_generation_prompt=True, **self.special
+        _refuse_what_changes(self.template)
+        with _in_one_line("the chat template cannot render the messages"):
+            return self.hf.apply_chat_template(
+                [dict(m) for m in messages],
+                chat_template=self.template,
+                add_generation_prompt=True,
+                tokenize=False,
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template cannot render the messages: {error}") from None
 
     def encode(self, messages: Messages) -> np.ndarray:
         """Token ids of the rendered prompt, int32 [prompt_len]."""
         text = self.render(messages)
-        special = self.template is None
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+        check_unicode(text)
+        with _in_one_line("the tokenizer cannot encode the prompt"):
+            ids = self.tokenizer.encode(text, add_special_tokens=self.template is None).ids
+        return np.asarray(ids, np.int32)
 
     def text(self, tokens: np.ndarray) -> str:
         """Tokens as text, up to the first stop token; ids outside the vocabulary are left out."""
@@ -71,13 +80,15 @@ class TextCodec:
         stops = np.flatnonzero(np.isin(ids, self.stop_ids))
         ids = ids[: stops[0]] if len(stops) else ids
         ids = ids[(ids >= 0) & (ids < self.vocab_size)]
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        with _in_one_line("the tokenizer cannot decode a response"):
+            return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
 
-def load_codec(tokenizer: str, model_path: str) -> TextCodec:
+def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
     """Read `tokenizer` (a tokenizer.json or its folder), or else the model's.
 
-    Stop tokens: eos_token of tokenizer_config.json and eos_token_id of generation_config.json.
+    date: "2026-01-31", what a chat template gets that asks for today's date; without it such a
+    template is refused when it is used. Stop tokens: see `_stop_ids`.
     Raises ValueError, one line: nothing given, files missing or broken, no stop token.
     """
     path = Path(tokenizer or model_path)
@@ -85,38 +96,34 @@ def load_codec(tokenizer: str, model_path: str) -> TextCodec:
         raise ValueError("task.tokenizer is empty and there is no model: name a tokenizer.json")
     if path.is_dir():
         path = path / "tokenizer.json"
-    if "model" not in _json(path):
+    content = _json(path)
+    if "model" not in content:
         raise ValueError(f"{path}: no tokenizer.json of the tokenizers library (no key 'model')")
-    require("tokenizers")
-    from tokenizers import Tokenizer
-
-    tok = Tokenizer.from_file(str(path))
-    config, generation = (
-        _json(file) if (file := path.parent / name).is_file() else {}
-        for name in ("tokenizer_config.json", "generation_config.json")
-    )
-    special = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
+    beside = {
+        name: _json(file)
+        for name in ("tokenizer_config.json", "config.json", "generation_config.json")
+        if (file := path.parent / name).is_file()
     }
-    ids = generation.get("eos_token_id", [])
-    stops = {
-        *(ids if isinstance(ids, list) else [ids]),
-        tok.token_to_id(special.get("eos_token", "")),
-    }
-    stop_ids = tuple(sorted(i for i in stops if isinstance(i, int)))
-    if not stop_ids:
-        raise ValueError(f"{path.parent}: no stop token; set eos_token in tokenizer_config.json")
-    vocab = tok.get_vocab(with_added_tokens=True)
+    require("transformers")
+    with _in_one_line(f"{path.parent}: transformers cannot read this tokenizer"):
+        hf = _read(path)
+        backend = hf.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        vocab = backend.get_vocab(with_added_tokens=True)
+        template = None if hf.chat_template is None else hf.get_chat_template()
+        backend.decode(backend.encode("a").ids)
+    vocab_size = 1 + max(vocab.values())
     return TextCodec(
-        tokenizer=tok,
-        template=_template(path.parent, config),
-        stop_ids=stop_ids,
-        pad_id=vocab.get(special.get("pad_token", ""), 0),
-        vocab_size=1 + max(vocab.values()),
-        special=special,
-        files=tuple(file for name in FILES if (file := path.parent / name).is_file()),
+        tokenizer=backend,
+        hf=hf,
+        template=_at_date(template, date) if template else None,
+        stop_ids=_stop_ids(path, content, beside, hf.eos_token, vocab),
+        pad_id=vocab.get(hf.pad_token, 0),
+        vocab_size=vocab_size,
+        files=tuple(
+            dict.fromkeys([path, *(f for p in FILES for f in sorted(path.parent.glob(p)))])
+        ),
     )
 
 
@@ -126,39 +133,128 @@ def require(package: str) -> None:
         raise ValueError(f"{package} is not installed; run: pip install 'sparrow-rl[data]'")
 
 
+def check_unicode(text: str) -> None:
+    """ValueError if the text holds half of a surrogate pair: a cut emoji, in JSON still legal."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text with half of a surrogate pair, {text[error.start]!a}, at character "
+            f"{error.start}: no Unicode; mend or leave out the row"
+        ) from None
+
+
+def _read(path: Path) -> Any:
+    """The tokenizer by transformers: of a model folder as AutoTokenizer, else the plain class."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    if path.name == "tokenizer.json" and (path.parent / "config.json").is_file():
+        return transformers.AutoTokenizer.from_pretrained(
+            str(path.parent), local_files_only=True, trust_remote_code=False
+        )
+    return transformers.PreTrainedTokenizerFast.from_pretrained(
+        str(path.parent), tokenizer_file=str(path), local_files_only=True
+    )
+
+
+def _stop_ids(
+    path: Path,
+    content: Mapping[str, Any],
+    beside: Mapping[str, Mapping[str, Any]],
+    eos_token: str | None,
+    vocab: Mapping[str, int],
+) -> tuple[int, ...]:
+    """The tokens that end a response, sorted: all that one of the files names.
+
+    eos_token of the tokenizer, and eos_token_id of config.json and of generation_config.json (a
+    number, a list or null), only where a file has the key: classes of transformers have defaults
+    (2 for Llama) that mean nothing in another vocabulary.
+    """
+    folder = path.parent
+    stops = set()
+    if eos_token is not None:
+        added = beside.get("tokenizer_config.json", {}).get("added_tokens_decoder", {})
+        if eos_token not in _tokens(content, added):
+            raise ValueError(
+                f"{folder}: eos_token {eos_token!r} is no token of {path.name}; name one that is"
+            )
+        stops.add(vocab[eos_token])
+    for name in ("config.json", "generation_config.json"):
+        found = beside.get(name, {}).get("eos_token_id")
+        if name == "generation_config.json" and name in beside:
+            found = _generation_eos(folder)
+        for stop in found if isinstance(found, list) else [] if found is None else [found]:
+            if type(stop) is not int or not 0 <= stop <= max(vocab.values()):
+                raise ValueError(
+                    f"{folder / name}: eos_token_id={found!r}, expected token ids in "
+                    f"[0, {max(vocab.values())}]"
+                )
+            stops.add(stop)
+    if not stops:
+        raise ValueError(f"{folder}: no stop token; set eos_token in tokenizer_config.json")
+    return tuple(sorted(stops))
+
+
+def _generation_eos(folder: Path) -> Any:
+    import transformers
+
+    with _in_one_line(f"{folder / 'generation_config.json'}: transformers cannot read it"):
+        config = transformers.GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return config.eos_token_id
+
+
+def _tokens(content: Mapping[str, Any], added: Any) -> set[Any]:
+    """Every token that tokenizer.json holds, and those that tokenizer_config.json adds to it."""
+    model = content["model"]
+    vocab = model.get("vocab", ()) if isinstance(model, dict) else ()
+    tokens = {entry[0] if isinstance(entry, list) else entry for entry in vocab}
+    more = [*(content.get("added_tokens") or ()), *(added.values() if added else ())]
+    return tokens | {entry["content"] for entry in more}
+
+
+def _at_date(template: str, date: str) -> str:
+    """The template with `strftime_now("%d %b %Y")` replaced by what `date` gives."""
+    if not date:
+        return template
+    day = datetime.datetime.strptime(date, "%Y-%m-%d")
+    return _CLOCK_WITH_FORMAT.sub(lambda m: json.dumps(day.strftime(m[1] or m[2] or "")), template)
+
+
+def _refuse_what_changes(template: str) -> None:
+    """A prompt is a function of the run's files: neither the day nor chance may be in it."""
+    if _CLOCK.search(template):
+        raise ValueError(
+            "the chat template asks for today's date, so that prompts would change from day to "
+            "day; set task.date, e.g. 2026-01-31"
+        )
+    if _CHANCE.search(template):
+        raise ValueError("the chat template makes random text ('random' or 'lipsum'): refused")
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """ValueError, one line, from whatever goes wrong in the tokenizer's libraries.
+
+    Damaged files make them raise anything from KeyError to the bare Exception of `tokenizers` and
+    the panics of its Rust code, which are no Exceptions.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"{what} ({type(error).__name__}: {said})") from None
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return data
-
-
-def _template(folder: Path, config: Mapping[str, Any]) -> Any:
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if not source and (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if not source:
-        return None
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    env.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-    env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return env.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{folder}: chat_template cannot be compiled: {error}") from None

@@ -8,6 +8,7 @@ saved with the run as config.json.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from dataclasses import field
 from typing import Any
 
@@ -102,6 +103,9 @@ class TaskConfig(_Checked):
     tokenizer: str = setting(
         "", "tokenizer.json for text tasks; empty = the task's own tokens or the model directory's"
     )
+    date: str = setting(
+        "", "YYYY-MM-DD, for a chat template that asks for today's date; refused if empty"
+    )
     seed: int = setting(0, "seed of the training prompts")
     eval_seed: int = setting(1_000_003, "seed of the held-out prompts")
     num_eval_prompts: int = setting(128, "held-out prompts of an evaluation")
@@ -113,6 +117,10 @@ class TaskConfig(_Checked):
         object.__setattr__(self, "args", dict(self.args or {}))
         _at_least(self, 1, "num_eval_prompts")
         _check(self.deadline_seconds > 0, f"deadline_seconds={self.deadline_seconds}: expected > 0")
+        try:
+            datetime.datetime.strptime(self.date or "2026-01-31", "%Y-%m-%d")
+        except ValueError:
+            raise ValueError(f"date={self.date!r}: expected a date such as 2026-01-31") from None
         _check(
             self.seed != self.eval_seed,
             "seed and eval_seed are equal: held-out prompts would be training prompts",

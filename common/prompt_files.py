@@ -141,7 +141,7 @@ def load_file_task(config: TaskConfig, model_path: str) -> FileTask:
         elif not prompts:
             if config.args:
                 raise ValueError(f"task.args={config.args}: a text file takes no options")
-            codec = load_codec(config.tokenizer, model_path)
+            codec = load_codec(config.tokenizer, model_path, config.date)
         try:
             answer = _answer(source, truth, chase)
             tokens = codec.encode(messages) if codec else _chase_tokens(chase, messages)
@@ -185,7 +185,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             try:
                 yield where, json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # an integer of 5,000 digits: ValueError
                 raise ValueError(f"{where}: not a JSON object ({error})") from None
 
 

@@ -87,7 +87,7 @@ def build_task(config: TaskConfig, model_path: str = "") -> Task:
         return reasoning.ReasoningTask(
             generator=generator,
             args=config.args,
-            codec=load_codec(config.tokenizer, model_path),
+            codec=load_codec(config.tokenizer, model_path, config.date),
             deadline_seconds=config.deadline_seconds,
         )
     if name.endswith(prompt_files.SUFFIXES):

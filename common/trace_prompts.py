@@ -27,7 +27,7 @@ def read_prompts(
     if not config.model.path:
         raise UserError("trace needs --model=DIR, a Hugging Face model directory")
     if path.suffix in SUFFIXES:
-        task = load_file_task(TaskConfig(name=str(path)), config.model.path)
+        task = load_file_task(TaskConfig(name=str(path), date=config.task.date), config.model.path)
         rows = [p.tokens for p in task.prompts]
     elif path.suffix == ".json":
         rows = _ids(path)

@@ -18,7 +18,7 @@ def write_tokenizer(folder, template=None, eos="<eos>"):
     tok.add_special_tokens(["<eos>"])
     folder.mkdir(exist_ok=True)
     tok.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": {"content": eos}} if eos else {}
+    config = {"eos_token": eos} if eos else {}
     config |= {"chat_template": template} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder / "tokenizer.json")

@@ -115,7 +115,7 @@ def test_what_a_package_imports_is_declared(package):
         declared |= {normal(r) for r in extras["torch"] + extras["triton"] + extras["smollm2"]}
         declared |= {normal(r) for r in extras["vllm"]}
     distribution = {"absl": "absl-py", "orbax": "orbax-checkpoint", "ml_dtypes": "ml-dtypes"}
-    distribution |= {"reasoning_gym": "reasoning-gym", "jinja2": "jinja2"}
+    distribution |= {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from common import tasks
-from common.chat import load_codec
 from common.config import TaskConfig
 from common.pointer_chase import PointerChase
 from common.prompt_files import final_number, score_final_number
@@ -79,48 +78,6 @@ def test_text_file_from_prompt_to_reward(tmp_path):
         assert tasks.score(task, rollout(prompts, answers)).tolist() == [1, 1]
         answers = [[256], [-1, 10**6, 256]]
         assert tasks.score(task, rollout(prompts, answers)).tolist() == [0, 0]
-
-
-def test_chat_template_is_rendered_in_a_sandbox(tmp_path):
-    template = (
-        "{%- for m in messages %}[{{ m.role }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
-        "{%- if add_generation_prompt %}[bot]{% endif %}"
-    )
-    codec = load_codec(write_tokenizer(tmp_path / "t", template), "")
-    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": " hi "}]
-    assert codec.render(messages) == "[system]brief<eos>[user]hi<eos>[bot]"
-    ids = codec.encode(messages)
-    assert (ids == 256).sum() == 2 and ids.dtype == np.int32  # <eos> is one token
-    for bad, message in [
-        ("{{ ''.__class__.__mro__ }}", "cannot render"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{% for %}", "cannot be compiled"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            load_codec(write_tokenizer(tmp_path / "t", bad), "").render(messages)
-
-
-def test_named_and_separate_templates_and_generation_config(tmp_path):
-    path = write_tokenizer(tmp_path / "t", [{"name": "default", "template": "A"}], eos=None)
-    with pytest.raises(ValueError, match="no stop token"):
-        load_codec(path, "")
-    (tmp_path / "t" / "generation_config.json").write_text('{"eos_token_id": [256, 10]}')
-    codec = load_codec(path, "")
-    assert codec.stop_ids == (10, 256) and codec.render([]) == "A"
-    (tmp_path / "t" / "tokenizer_config.json").unlink()
-    (tmp_path / "t" / "chat_template.jinja").write_text("B")
-    assert load_codec(str(tmp_path / "t"), "").render([]) == "B"
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
-def test_broken_tokenizers_get_one_line(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match="tokenizer.json"):
-        load_codec(str(tmp_path), "")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_codec(str(tmp_path / "none.json"), "")
-    with pytest.raises(ValueError, match="name a tokenizer.json"):
-        load_codec("", "")
 
 
 def bad(change):
