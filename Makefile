@@ -54,8 +54,9 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 
 # --- jobs -----------------------------------------------------------------------------------------
 
-# Every line goes on where it was stopped. The two runs share the machine, one core each.
-demo: $(VENV)/.base ## the whole method on this machine, about 11 minutes on 2 cores
+# Every line goes on where it was stopped. Dense and scheduled share the machine, one core each;
+# then comes the fixed budget that fails, and decode attention at 16K tokens.
+demo: $(VENV)/.base ## the whole method on this machine, about 8 minutes on 2 cores
 	$(SPARROW) warmup --config=$(CONFIG) $(FLAGS) --run=$(DEMO)/warmup
 	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
 	$(SPARROW) schedule --config=$(CONFIG) $(FLAGS) --profile=$(DEMO)/profile.json --extrapolate --out=$(DEMO)/schedule.json
@@ -68,7 +69,10 @@ demo: $(VENV)/.base ## the whole method on this machine, about 11 minutes on 2 c
 	    --config.name=scheduled --config.rollout.schedule=$(DEMO)/schedule.json \
 	    >>$(DEMO)/scheduled.log 2>&1 & sparse=$$!; \
 	wait $$dense; a=$$?; wait $$sparse; b=$$?; sleep 1; kill $$shown; test $$a = 0 && test $$b = 0
-	$(SPARROW) report $(DEMO)/dense $(DEMO)/scheduled --out=$(DEMO)/report.html
+	$(SPARROW) train --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --run=$(DEMO)/fixed \
+	    "--config.name=fixed k=2" --config.rollout.schedule=k=2
+	test -f $(DEMO)/bench.json || $(SPARROW) bench decode --context=16384 --out=$(DEMO)/bench.json
+	$(SPARROW) report $(DEMO)/dense $(DEMO)/scheduled $(DEMO)/fixed --bench=$(DEMO)/bench.json --out=$(DEMO)/report.html
 
 test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/ruff check .
@@ -76,8 +80,8 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
-study: $(VENV)/.base ## dense, fixed and scheduled with 3 seeds, about 40 minutes, resumable
-	$(SPARROW) study --config=$(CONFIG) --out=$(STUDY)
+study: $(VENV)/.base ## dense, fixed and scheduled with 6 seeds, about 40 minutes, resumable
+	$(SPARROW) study --config=$(CONFIG) --seeds=6 --out=$(STUDY)
 
 $(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py
 	@mkdir -p $(SMOLLM2)

@@ -247,7 +247,9 @@ def report(arguments: Arguments) -> None:
             raise UserError(f"{name}: no run of sparrow; expected a directory that --run=... made")
     runs = [Path(name) for name in arguments.names]
     out = _output_file("out", arguments.flags["out"] or str(runs[0] / "report.html"))
-    importlib.import_module("common.report").write_report(runs, out)
+    path = arguments.flags["bench"]
+    measured = _input_file("bench", path) if path else None
+    importlib.import_module("common.report").write_report(runs, out, bench=measured)
     print(f"wrote {out}")
 
 
@@ -265,10 +267,13 @@ def bench(arguments: Arguments) -> None:
         raise UserError(f"sparrow bench {' '.join(names)}: expected decode or profile")
     if (names == ["profile"]) != bool(flags["model"]):
         raise UserError("sparrow bench: profile needs --model=DIR, decode has no use for it")
+    if flags["context"] is not None and names != ["decode"]:
+        raise UserError("--context has no effect on sparrow bench profile; leave it out")
     package = _learner(Config())
     out = _output_file("out", flags["out"]) if flags["out"] else None
     if names == ["decode"]:
-        result = importlib.import_module(f"{package}.bench").main()
+        bench = importlib.import_module(f"{package}.bench")
+        result = bench.main() if flags["context"] is None else bench.main(flags["context"])
     else:
         _model_override(arguments)
         bench = importlib.import_module(f"{package}.bench_profile")

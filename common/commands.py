@@ -214,7 +214,7 @@ COMMANDS: dict[str, Command] = {
             flags=(
                 Flag(name="out", help="directory of the study", required=True),
                 Flag(name="seeds", help="replications", kind=int, default=3),
-                Flag(name="fixed", help="schedule of the fixed arm", default="k=4"),
+                Flag(name="fixed", help="schedule of the fixed arm", default="k=2"),
                 Flag(name="jobs", help="runs at the same time, one core each", kind=int, default=2),
             ),
         ),
@@ -225,7 +225,12 @@ COMMANDS: dict[str, Command] = {
             "throughput and stage times; several runs share the axes.",
             example="sparrow report runs/dense runs/scheduled --out=runs/report.html",
             run=command_runs.report,
-            flags=(Flag(name="out", help="page to write; default: report.html in the first run"),),
+            flags=(
+                Flag(name="out", help="page to write; default: report.html in the first run"),
+                Flag(
+                    name="bench", help="numbers of `sparrow bench decode --out=FILE`, to show too"
+                ),
+            ),
             takes_config=False,
             names="RUN...",
             min_names=1,
@@ -241,13 +246,15 @@ COMMANDS: dict[str, Command] = {
         Command(
             name="bench",
             summary="decode attention, dense against sparse; a profile against dense passes",
-            text="decode: same weights, 8 sequences, 32K context, 256 pages of 16; prints times, "
-            "GB/s, memory and the number of compilations. profile: four budgets at 4,096 tokens "
+            text="decode: same weights, 8 sequences of --context tokens, as many pages as the "
+            "published schedule qwen3-1.7b-0.86 reads there (256 of 16 tokens at 32K); prints "
+            "times, GB/s, memory and the number of compilations. profile: four budgets at 4,096 tokens "
             "against five dense forward passes of the model in --model.",
             example="sparrow bench decode",
             run=command_runs.bench,
             flags=(
                 Flag(name="model", help="model directory; for profile only"),
+                Flag(name="context", help="cached tokens; for decode only; 32768", kind=int),
                 Flag(name="out", help="also write the numbers there, JSON"),
             ),
             takes_config=False,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from common import html_page, plots, plots_overview, report_words
+from common import html_page, plots, plots_overview, report_bench, report_words
 from common.html_page import figures as _figures
 from common.html_page import table as _table
 from common.html_page import text as _text
@@ -25,9 +25,12 @@ from common.report_words import LoadedRun, flatten
 _MAX_ALARMS = 40
 
 
-def write_report(run_dirs: Sequence[Path | str], out: Path | str) -> None:
+def write_report(
+    run_dirs: Sequence[Path | str], out: Path | str, *, bench: Path | str | None = None
+) -> None:
     """Write one HTML file about these runs, all on the same axes; the first gives the title.
 
+    bench: a file of `sparrow bench decode --out=FILE`, shown as a table under Speed.
     Raises ValueError if there is no run, or a directory holds neither metrics nor a configuration.
     """
     if not run_dirs:
@@ -35,7 +38,8 @@ def write_report(run_dirs: Sequence[Path | str], out: Path | str) -> None:
     runs = load_runs(run_dirs)
     out = Path(out)
     temporary = out.with_name(out.name + ".tmp")
-    temporary.write_text(_page(runs), encoding="utf-8")
+    text = _page(runs, report_bench.table(Path(bench)) if bench else "")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(out)
 
 
@@ -88,7 +92,7 @@ def _schedule(
     return "dense" if rollout.get("schedule") == "dense" else None
 
 
-def _page(runs: Sequence[LoadedRun]) -> str:
+def _page(runs: Sequence[LoadedRun], bench: str) -> str:
     title = "Sparrow: " + ", ".join(run.plot.name for run in runs)
     parts = [
         f"<h1>{_text(title)}</h1>",
@@ -103,6 +107,7 @@ def _page(runs: Sequence[LoadedRun]) -> str:
         *[_bin_table(run) for run in runs],
         "<h2>Speed</h2>",
         _figures(_speed(runs)),
+        bench,
         "<h2>Configuration</h2>",
         _config(runs),
         "<h2>Versions and machine</h2>",

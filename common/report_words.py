@@ -67,6 +67,7 @@ def verdict(runs: Sequence[LoadedRun]) -> str:
     """One paragraph: held-out reward, p5 against tau, speedup, number of seeds, what is missing."""
     sentences = [_reward(run) for run in runs]
     sentences += [_mismatch(run) for run in runs if not run.plot.is_dense]
+    sentences += _against_dense(runs)
     sentences += _speedup(runs)
     sentences.append(_seeds(runs))
     running = [r.plot.name for r in runs if "still running" in _state(r)]
@@ -100,6 +101,32 @@ def _reward(run: LoadedRun) -> str:
             f"(mean of the last {len(tail)} step(s))."
         )
     return f"{name}: no step finished yet."
+
+
+def _against_dense(runs: Sequence[LoadedRun]) -> list[str]:
+    """Held-out reward of each sparse run minus that of the dense one, and what it means.
+
+    The half-width of the difference is the root of the sum of squares of the two half-widths: right
+    for independent prompts, too wide where both runs answer the same prompts.
+    """
+    base = dense_run(runs)
+    end = held_out(base) if base else None
+    sentences = []
+    for run in runs if end else []:
+        mine = held_out(run)
+        if run is base or mine is None or mine[0] != end[0] or None in (*mine, *end):
+            continue
+        half = float(np.hypot(mine[3] - mine[2], end[3] - end[2])) / 2
+        gap = mine[1] - end[1]
+        start = evaluations(run.plot.records)[0]
+        words = "the same within this noise" if abs(gap) <= half else "a difference beyond it"
+        if start[0] == 0 and mine[3] < start[1]:
+            words += f"; it ends under the {start[1]:.3f} it started from: this training fails"
+        sentences.append(
+            f"{run.plot.name} minus {base.plot.name}: {gap:+.3f} "
+            f"[{gap - half:+.3f}, {gap + half:+.3f}] over held-out prompts, {words}."
+        )
+    return sentences
 
 
 def _mismatch(run: LoadedRun) -> str:

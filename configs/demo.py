@@ -13,7 +13,11 @@ from common.config import (
 
 
 def get_config() -> Config:
-    """3 layers (the first dense), 0.3 M parameters, 32 to 38 facts, 201 to 273 response tokens."""
+    """3 layers (the first dense), 0.3 M parameters, 32 to 38 facts, 97 to 153 response tokens.
+
+    In the demonstrations of the warm-up's last phase 6 % of the look-ups are wrong, so that about
+    half of the reward is left to win; sixteen steps of dense rollouts win most of it.
+    """
     return Config(
         name="demo",
         num_steps=16,
@@ -36,39 +40,39 @@ def get_config() -> Config:
                 "num_symbols": 64,
                 "min_entries": 32,
                 "max_entries": 38,
-                "chain_low": 0.8,
-                "chain_high": 0.9,
+                "chain_low": 0.4,
+                "chain_high": 0.5,
                 "fact_repeats": 4,
                 "hop_repeats": 4,
                 "partial_credit": True,
             },
-            num_eval_prompts=128,
+            num_eval_prompts=256,
         ),
         rollout=RolloutConfig(
             num_dense_layers=1,
             prompts_per_step=8,
             samples_per_prompt=8,
             max_prompt_tokens=328,
-            max_response_tokens=280,
+            max_response_tokens=160,
             num_slots=64,
         ),
         grpo=GrpoConfig(num_minibatches=2),
         learner=LearnerConfig(
-            learning_rate=3e-4, tokens_per_microbatch=16 * 608, length_buckets=(608,), remat=False
+            learning_rate=3e-4, tokens_per_microbatch=16 * 488, length_buckets=(488,), remat=False
         ),
         mismatch=MismatchConfig(
             bin_tokens=64,
             tau=0.95,
             quantile=0.01,
-            budgets=(4, 8, 12, 16, 20),
+            budgets=(2, 4, 8, 12, 16, 20),
             num_rows=16,
             profile_prompts=16,
             profile_samples=4,
         ),
         warmup=WarmupConfig(
             stages=((300, 12, 4, 16, 0.93), (250, 6, 32, 38, 0.985)),
-            noise=0.025,
+            noise=0.06,
             noise_steps=60,
-            noise_batch=6,
+            noise_batch=8,
         ),
     )

@@ -1,8 +1,9 @@
 """`sparrow bench decode`: one decode step, dense against sparse, with the bytes each has to read.
 
-Qwen3-0.6B layer geometry, 8 sequences of 32K tokens, 256 pages of 16 (4,096 tokens). All ratios are
-measured in one run on one machine, against two dense paths: the engine's own, paged, and one over a
-contiguous cache, which no paged engine has.
+Qwen3-0.6B layer geometry, 8 sequences, pages of 16 tokens, as many of them as the published
+schedule qwen3-1.7b-0.86 reads at the context in question: 256 at 32K tokens, 224 at 16K, 128 at 8K.
+All ratios are measured in one run on one machine, against two dense paths: the engine's own, paged,
+and one over a contiguous cache, which no paged engine has.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from common import presets
+from common import schedule as schedules
 from common.config import ModelConfig
+from common.errors import UserError
 from kernels_pallas import reference as ops
 from sparrow_jax import cache as kv_cache
 from sparrow_jax.model import Decoder
@@ -48,9 +52,24 @@ class Shape:
     repeats: int = 11
 
 
-def main() -> dict[str, Any]:
-    """Run and print; the numbers."""
-    return run(QWEN3_06B, Shape(), print)
+SCHEDULE = "qwen3-1.7b-0.86"
+CHUNK = 4096
+"""Tokens that the contiguous path reads at a time; a context is a multiple of it."""
+
+
+def main(context: int = Shape.context) -> dict[str, Any]:
+    """Run at `context` cached tokens per sequence and print; the numbers.
+
+    UserError for a context that the paths cannot share.
+    """
+    if context < CHUNK or context > 131072 or context % CHUNK:
+        raise UserError(f"--context={context}: expected a multiple of {CHUNK} up to 131072")
+    schedule = schedules.resolve(
+        SCHEDULE, page_size=presets.PAGE_SIZE, bin_tokens=presets.BIN_TOKENS
+    )
+    assert schedule is not None
+    selected = schedule.budget(context - 1) + ops.NUM_RESERVED
+    return run(QWEN3_06B, Shape(context=context, selected=selected), print)
 
 
 def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]:
@@ -62,6 +81,7 @@ def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, A
     table, cache = filled_cache(g, shape)
     length_B = jnp.full(shape.batch, shape.context, jnp.int32)
     result: dict[str, Any] = {"copy_gb_per_s": copy, "device": device.device_kind}
+    result |= dataclasses.asdict(shape)
     result |= _attention(g, shape, cache, table, length_B, copy, say)
     result |= _step(g, shape, cache, table, length_B - 1, say)
     return result
@@ -164,7 +184,7 @@ def _contiguous(shape: Shape):
     def attention(q, kv, marks):
         B, K, H = shape.batch, kv.shape[1], q.shape[3]
         kv = ops.logical_pages(kv, H)
-        chunk = 4096 // shape.page
+        chunk = CHUNK // shape.page
         per_row = shape.context // shape.page
 
         def one(x):

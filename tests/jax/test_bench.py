@@ -3,6 +3,7 @@
 import pytest
 
 from common.config import ModelConfig
+from common.errors import UserError
 from sparrow_jax import bench
 
 TINY = ModelConfig(
@@ -66,3 +67,17 @@ def test_lines_for_people(result):
     assert "copy bandwidth" in text and "10.0 GB/s" in text
     assert f"sparse is {numbers['speedup']:.1f}x faster" in text
     assert "2 compilations for 6 steps" in text  # 2 kinds x (2 repeats + 1)
+
+
+@pytest.mark.parametrize(("context", "pages"), [(8192, 128), (16384, 224), (32768, 256)])
+def test_pages_of_the_published_schedule_at_a_context(monkeypatch, context, pages):
+    # qwen3-1.7b-0.86, bins of 2,000 tokens: k = 125 in bin 4, 221 in bin 8, 253 in bin 16; plus 3
+    monkeypatch.setattr(bench, "run", lambda geometry, shape, say: shape)
+    shape = bench.main(context)
+    assert (shape.context, shape.selected) == (context, pages)
+
+
+@pytest.mark.parametrize("context", [0, -4096, 5000, 10**9])
+def test_a_context_that_the_paths_cannot_share_is_refused(context):
+    with pytest.raises(UserError, match=r"--context=.* expected a multiple of 4096"):
+        bench.main(context)
