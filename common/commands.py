@@ -248,8 +248,8 @@ COMMANDS: dict[str, Command] = {
             summary="decode attention, dense against sparse; a profile against dense passes",
             text="decode: same weights, 8 sequences of --context tokens, as many pages as the "
             "published schedule qwen3-1.7b-0.86 reads there (256 of 16 tokens at 32K); prints "
-            "times, GB/s, memory and the number of compilations. profile: four budgets at 4,096 tokens "
-            "against five dense forward passes of the model in --model.",
+            "times, GB/s, memory and the number of compilations. profile: four budgets at 4,096 "
+            "tokens against five dense forward passes of the model in --model.",
             example="sparrow bench decode",
             run=command_runs.bench,
             flags=(
