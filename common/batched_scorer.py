@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import batching
+from common import batching, stopping
 from common.config import Config
 from common.schedule import Schedule
 from common.types import Replay, Rollout, Scored
@@ -88,6 +88,7 @@ class BatchedScorer(abc.ABC):
         for part, T, B in batching.length_batches(
             rollout.total_len_B[rows], c.tokens_per_microbatch, buckets=c.length_buckets
         ):
+            stopping.check()
             yield rows[part], batching.take_rows(rollout.tokens_BT, rows[part], T, B)
 
 

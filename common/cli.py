@@ -3,15 +3,14 @@
     sparrow COMMAND --config=configs/x.py --config.a.b=VALUE --flag=VALUE
 
 Exit status: 0 done, 2 the user's mistake (one line `sparrow: ...` on stderr), 130 stopped by
-Ctrl-C or SIGTERM (it says so where the same command resumes), 1 a bug (traceback). --debug shows
-every traceback.
+Ctrl-C or SIGTERM (it says so where the same command resumes), 1 a full disk (one line) or a bug
+(traceback). --debug shows every traceback.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ from pathlib import Path
 
 from absl import flags
 
-from common import overrides
+from common import overrides, stopping
 from common.command_types import Arguments, Command
 from common.commands import COMMANDS
-from common.errors import UserError, is_user_error, one_line
+from common.errors import UserError, is_disk_full, is_user_error, one_line
 
 INTRODUCTION = """\
 sparrow: GRPO whose samples are drawn with scheduled block-sparse attention and whose policy is
@@ -48,41 +47,57 @@ first steps:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (console script `sparrow`)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in argv
-    argv = [a for a in argv if a != "--debug"]
-    # A shell starts background jobs with SIGINT ignored, hence both are set here.
-    signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGTERM, _stop)
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    status = _run([a for a in words if a != "--debug"], debug)
+    if argv is None and status in (1, stopping.STATUS):
+        # What threads of libraries still say about the same stop would follow our one line.
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def _run(argv: list[str], debug: bool) -> int:
+    stopping.install()
     try:
         _dispatch(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
         if debug:
             raise
-        resumes = any(name in COMMANDS and COMMANDS[name].resumes for name in argv[:1])
-        print(f"sparrow: stopped{'; the same command resumes' * resumes}", file=sys.stderr)
-        return 130
+        print(f"sparrow: stopped{_resumes(argv)}", file=sys.stderr)
+        return stopping.STATUS
     except BrokenPipeError:  # `sparrow help config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if debug or error.errno != errno.ENAMETOOLONG:
-            raise
+    except Exception as error:
+        return _say(error, argv, debug)
+    return 0
+
+
+def _say(error: Exception, argv: list[str], debug: bool) -> int:
+    """The one line about what is no bug, and its exit status; a bug is raised again."""
+    if debug:
+        raise error
+    if is_disk_full(error):
+        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        hint = _resumes(argv) or "; do it again"
+        print(f"sparrow: {where}no space left on device; make room{hint}", file=sys.stderr)
+        return 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = Path(str(error.filename)).name
         print(f"sparrow: {name[:40]}...: {len(name)} characters, too long a file name; take a "
               "shorter one", file=sys.stderr)  # fmt: skip
         return 2
-    except ValueError as error:
-        if debug or not is_user_error(error):
-            raise
-        print(f"sparrow: {one_line(error)}", file=sys.stderr)
-        return 2
-    return 0
+    if not is_user_error(error):
+        raise error
+    print(f"sparrow: {one_line(error)}", file=sys.stderr)
+    return 2
 
 
-def _stop(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _resumes(argv: list[str]) -> str:
+    resumes = any(name in COMMANDS and COMMANDS[name].resumes for name in argv[:1])
+    return "; the same command resumes" if resumes else ""
 
 
 def _dispatch(argv: list[str]) -> None:

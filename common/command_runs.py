@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from common import overrides
+from common import overrides, stopping
 from common.command_types import Arguments
 from common.config import Config
 from common.errors import UserError
@@ -66,6 +66,7 @@ def _use_core(number: int | None) -> None:
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
+@stopping.safe_points()
 def warmup(arguments: Arguments) -> None:
     from common import run_dir
 
@@ -75,6 +76,7 @@ def warmup(arguments: Arguments) -> None:
         importlib.import_module(f"{package}.warmup").warmup(config, run)
 
 
+@stopping.safe_points()
 def train(arguments: Arguments) -> None:
     from common import run_dir
 
@@ -85,6 +87,7 @@ def train(arguments: Arguments) -> None:
         importlib.import_module("common.loop").train(config, run)
 
 
+@stopping.safe_points()
 def profile(arguments: Arguments) -> None:
     flags, extra = arguments.flags, _model_override(arguments)
     for flag, name in (("topk", "mismatch.budgets"), ("bin_tokens", "mismatch.bin_tokens")):
@@ -205,6 +208,7 @@ def _threshold(arguments: Arguments) -> tuple[float, float]:
     )
 
 
+@stopping.safe_points()
 def evaluate(arguments: Arguments) -> None:
     from common import run_dir
 
@@ -227,6 +231,7 @@ def evaluate(arguments: Arguments) -> None:
     evaluation.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
 
 
+@stopping.safe_points()
 def study(arguments: Arguments) -> None:
     flags = arguments.flags
     if arguments.overrides:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import errno
 from types import TracebackType
 
 OUR_PACKAGES = ("common", "sparrow_jax", "sparrow_torch", "kernels_pallas", "kernels_triton")
@@ -22,6 +23,19 @@ def is_user_error(error: BaseException) -> bool:
     if isinstance(error, UserError):
         return True
     return type(error) is ValueError and _raised_by_us(error.__traceback__)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """True if a disk or quota is full. Orbax says so in the text of a ValueError of its own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(error, BaseExceptionGroup):
+            return any(is_disk_full(e) for e in error.exceptions)
+        if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def one_line(error: BaseException) -> str:

@@ -23,10 +23,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common import stopping
+
 _log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 """A worker that is not ready by then (imports included) counts as dead."""
+POLL_SECONDS = 0.5
+"""So often the wait for a worker looks whether the run was told to stop."""
 MAX_FAILED_STARTS = 3
 """So many workers in a row that die before they are ready end the run with an error."""
 _SCORER_ERRORS = (
@@ -109,6 +113,7 @@ class GraderPool:
         num_open = len(jobs)
         try:
             while num_open:
+                stopping.check()
                 self._assign(jobs, queue)
                 num_open -= self._collect(scores)
         finally:
@@ -151,7 +156,7 @@ class GraderPool:
     def _collect(self, scores: list[float]) -> int:
         """Wait for messages or the next deadline; returns how many jobs came to an end."""
         watched = [w for w in self._workers if w.job is not None or not w.ready]
-        timeout = min(worker.limit for worker in watched) - time.monotonic()
+        timeout = min(min(w.limit for w in watched) - time.monotonic(), POLL_SECONDS)
         handles = {worker.connection: worker for worker in watched}
         num_ended = 0
         for handle in multiprocessing.connection.wait(list(handles), max(0.0, timeout)):

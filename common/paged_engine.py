@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from common import noise
+from common import noise, stopping
 from common.config import RolloutConfig
 from common.pages import PagePool, pages_for
 from common.protocols import Progress
@@ -138,6 +138,7 @@ class PagedEngine(abc.ABC):
         run.temperature, run.top_p = temperature, top_p
         start = time.perf_counter()
         while run.unfinished:
+            stopping.check()
             run.admit()
             run.decode_chunk()
             if progress:
@@ -277,6 +278,7 @@ class _Run:
         for i, group in enumerate(batch):
             table[i, : len(group.pages)] = group.pages
         for start in range(0, max((len(g.tokens) for g in batch), default=0), Tc):
+            stopping.check()
             tokens, count = np.zeros((PREFILL_ROWS, Tc), np.int32), np.zeros(PREFILL_ROWS, np.int32)
             for i, group in enumerate(batch):
                 piece = group.tokens[start : start + Tc]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common import corrections, mismatch, profile_page, tasks
+from common import corrections, mismatch, profile_page, stopping, tasks
 from common.config import Config
 from common.errors import UserError
 from common.kept_parts import KeptParts, weights_stamp
@@ -48,6 +48,7 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
     with open_parts(config) as parts, Progress("profile") as progress, KeptParts(out, key) as kept:
         budgets = (None, *config.mismatch.budgets)
         for i, k in enumerate(budgets):
+            stopping.check()
             summary.append(_measure(parts, k, content, kept))
             progress.print(_show(summary[-1]))
             progress(i + 1, len(budgets))

@@ -8,6 +8,7 @@ done by the ordinary commands, so every part resumes by itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from common import metrics, plots, plots_overview
+from common import metrics, plots, plots_overview, stopping
 from common.errors import UserError
 from common.progress import format_seconds
 from common.run_dir import atomic_write_text
@@ -75,8 +76,11 @@ class _Lanes:
 
     def stop(self) -> None:
         """End what runs; each command stops at its last checkpoint."""
-        for process in list(self._running):
+        running = list(self._running)
+        for process in running:
             process.terminate()
+        for process in running:
+            process.wait()
 
     def prepare(self, seed_dir: Path, seed: int) -> None:
         """Warm-up, profile and schedule of a seed."""
@@ -120,9 +124,10 @@ class _Lanes:
                 [*words, *flags, *seeds], stdout=out, stderr=subprocess.STDOUT, env=_environment()
             )
             self._running.add(process)
-            status = process.wait()
+            status = _wait(process)
             self._running.discard(process)
         if status:
+            stopping.check()  # Ctrl-C reaches the command too
             raise UserError(f"{command} of seed {seed} ended with {status}; see {path}")
         self._done += 1
         print(
@@ -131,6 +136,14 @@ class _Lanes:
             f"{format_seconds(time.monotonic() - self._start)} in all",
             flush=True,
         )
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The exit status of a command; KeyboardInterrupt if the study is told to stop meanwhile."""
+    while True:
+        stopping.check()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=0.2)
 
 
 def _environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common import chat, hf_config, policies, profile_page
+from common import chat, hf_config, policies, profile_page, stopping
 from common.config import Config
 from common.errors import UserError
 from common.json_checks import read_object
@@ -135,6 +135,7 @@ def _measure(
                     rows, np.zeros(len(rows), np.int32), arrays, temperature, policy=name, top=top
                 )
                 for k in budgets:
+                    stopping.check()
                     if part[k] is None:
                         out = {f: x for f, x in next(passes)._asdict().items() if x is not None}
                         parts.put(f"{name}-{k}-{first}", **out)

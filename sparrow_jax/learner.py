@@ -23,6 +23,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from common import stopping
 from common.config import Config, LearnerConfig
 from common.errors import UserError
 from common.types import MicroBatch, TrainBatch
@@ -168,6 +169,7 @@ class JaxLearner:
         numbers = (grpo.clip_low, grpo.clip_high, grpo.kl_coef)
         sums: list[dict] = []
         for m in micro:
+            stopping.check()
             grads, s = accumulate_gradient(
                 self._params, grads, self._place(m), numbers, fresh,
                 np.float32(self.config.rollout.temperature),

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from common import tasks
+from common import stopping, tasks
 from common.config import Config
 from common.errors import UserError
 from common.progress import Progress
@@ -118,6 +118,7 @@ def _run_stage(config, task, trainer, checkpoints, stages, number, state, progre
     step, right, start = state["step"], state["right"], time.monotonic()
     total = int(sum(s[0] for s in stages))
     for stage_step in range(state["stage_step"], int(max_steps)):
+        stopping.check()
         data = demonstrations(
             task, config.warmup.seed, step, int(batch), int(low), int(high), noise
         )

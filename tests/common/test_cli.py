@@ -132,7 +132,7 @@ def train(config, run):
     {body}
 loop.train = train
 sys.modules["common.loop"] = loop
-from common import cli
+from common import cli, stopping
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -157,7 +157,8 @@ def start(body, folder, *more):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_cleanly(folder, number):
-    process = start("time.sleep(60)", folder)
+    body = "[(time.sleep(0.05), stopping.check()) for _ in range(1200)]"
+    process = start(body, folder)
     began = time.monotonic()
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
