@@ -139,8 +139,8 @@ def check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"text with half of a surrogate pair, {text[error.start]!a}, at character "
-            f"{error.start}: no Unicode; mend or leave out the row"
+            f"text with half of a surrogate pair, {text[error.start]!a}: no Unicode; mend or "
+            "leave out the row"
         ) from None
 
 

@@ -106,6 +106,9 @@ class TaskConfig(_Checked):
     date: str = setting(
         "", "YYYY-MM-DD, for a chat template that asks for today's date; refused if empty"
     )
+    drop_long_prompts: bool = setting(
+        False, "leave out rows of a file over rollout.max_prompt_tokens; otherwise they are refused"
+    )
     seed: int = setting(0, "seed of the training prompts")
     eval_seed: int = setting(1_000_003, "seed of the held-out prompts")
     num_eval_prompts: int = setting(128, "held-out prompts of an evaluation")

@@ -4,19 +4,19 @@ Endless tasks: training, evaluation and profile prompts come from three streams 
 `task.seed`, `task.eval_seed` and a seed derived from it. Files: the rows are ordered by a hash of
 (eval_seed, row number); the first tenth, at least one row, is held out for evaluation, the next
 tenth for profiles, the rest is trained on. An epoch is a permutation of the training rows by (seed,
-epoch); what does not fill a whole step at its end is left out (other rows in every epoch). A file
-is trusted not to state a problem twice.
+epoch); what does not fill a whole step at its end is left out (other rows in every epoch). Of
+a problem that a file states twice, `FileTask.describe` tells.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 
 import numpy as np
 
 from common.config import RolloutConfig, TaskConfig
+from common.prompt_files import split_rows
 from common.tasks import Task, stream_seeds
 from common.types import Prompt
 
@@ -42,7 +42,7 @@ class PromptSource:
         if task.max_prompt_tokens is not None and task.max_prompt_tokens > self._limit:
             raise ValueError(self._too_long(f"{task.name}: prompts of", task.max_prompt_tokens))
         if task.num_items is not None:
-            self._rows = _split(task.num_items, config.eval_seed)
+            self._rows = split_rows(task.num_items, config.eval_seed)
             if len(self._rows[0]) < self._per_step:
                 raise ValueError(
                     f"{task.name}: {len(self._rows[0])} training rows (of {task.num_items}), "
@@ -99,18 +99,6 @@ class PromptSource:
             f"{what} {tokens} tokens, over rollout.max_prompt_tokens={self._limit}; "
             "raise it or drop the prompts"
         )
-
-
-def _split(num_rows: int, eval_seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row numbers for training, evaluation and profile (see the module docstring)."""
-    if num_rows < 3:
-        raise ValueError(f"{num_rows} rows: expected at least 3 (training, evaluation, profile)")
-
-    def key(row: int) -> bytes:
-        return hashlib.blake2b(f"{eval_seed}:{row}".encode(), digest_size=16).digest()
-
-    order, tenth = np.asarray(sorted(range(num_rows), key=key)), max(1, num_rows // 10)
-    return np.sort(order[2 * tenth :]), order[:tenth], order[tenth : 2 * tenth]
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,8 +1,9 @@
 """Tasks of the package reasoning-gym (0.1.25), by name: `reasoning_gym:<generator>`.
 
 A problem is the generator's question as one user message; the answer is what stands between the
-last <answer> and </answer>, or else the whole response. Scorers run in worker processes with a
-deadline (common/grading.py). Some evaluate the response as code or hang on it; they are refused.
+last <answer> and </answer>. Without the tag there is no reward. Scorers run in worker processes
+with a deadline (common/grading.py). Some evaluate the response as code or hang on it; they are
+refused.
 """
 
 from __future__ import annotations
@@ -133,14 +134,22 @@ def make_job(answer: Mapping[str, Any], text: str) -> Job:
     return Job(scorer="common.reasoning:score_entry", answer=answer, response=final_answer(text))
 
 
-def final_answer(text: str) -> str:
-    """Text between the last <answer> and the </answer> after it, or all of it; stripped."""
+def final_answer(text: str) -> str | None:
+    """Text between the last <answer> and the </answer> after it, stripped; None without a tag.
+
+    A response that commits to nothing would else earn a share by naming many answers.
+    """
     _, opened, rest = text.rpartition("<answer>")
-    return rest.partition("</answer>")[0].strip() if opened else text.strip()
+    return rest.partition("</answer>")[0].strip() if opened else None
 
 
-def score_entry(answer: Mapping[str, Any], response: str) -> float:
-    """The generator's own score. Runs in a worker process only: it may hang or raise."""
+def score_entry(answer: Mapping[str, Any], response: str | None) -> float:
+    """The generator's own score, 0 if there is no response.
+
+    Runs in a worker process only: it may hang or raise.
+    """
+    if response is None:
+        return 0.0
     dataset = _dataset(answer["generator"], json.dumps(answer["args"]), 0)
     return float(dataset.score_answer(answer=response, entry=answer["entry"]))
 

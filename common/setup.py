@@ -16,6 +16,7 @@ from common import tasks
 from common.config import Config
 from common.errors import UserError
 from common.grading import GraderPool
+from common.prompt_files import FileTask
 from common.prompts import PromptSource
 from common.protocols import Backend, RolloutEngine
 from common.run_dir import RunDir, atomic_write_text
@@ -99,8 +100,10 @@ def open_parts(config: Config) -> Iterator[Parts]:
     """Everything that can be refused is refused here, the cheap checks first."""
     engine_package(config)
     schedule = resolve_schedule(config)
-    task = tasks.build_task(config.task, config.model.path)
+    task = tasks.build_task(config.task, config.model.path, config.rollout.max_prompt_tokens)
     prompts = PromptSource(task, config.task, config.rollout)
+    if isinstance(task, FileTask):
+        print("\n".join(task.describe(config.task.eval_seed)))
     backend = build_backend(config, vocab_size=task.vocab_size, stop_ids=task.stop_ids)
     with contextlib.ExitStack() as stack:
         pool = None

@@ -20,6 +20,7 @@ from common.chat import load_codec
 from common.config import TaskConfig
 from common.grading import GraderPool, Job, checked_score
 from common.pointer_chase import PointerChase
+from common.prompt_rows import SUFFIXES
 from common.types import Prompt, Rollout
 
 
@@ -66,9 +67,12 @@ class Task(Protocol):
         ...
 
 
-def build_task(config: TaskConfig, model_path: str = "") -> Task:
+def build_task(
+    config: TaskConfig, model_path: str = "", max_prompt_tokens: int | None = None
+) -> Task:
     """The task that `config.name` names; text tasks take the model's tokenizer if none is given.
 
+    max_prompt_tokens: longer rows of a file are refused, or left out (`config.drop_long_prompts`).
     Raises ValueError, one line, for unknown names (nearest offered), options and bad files.
     """
     name = config.name
@@ -90,8 +94,8 @@ def build_task(config: TaskConfig, model_path: str = "") -> Task:
             codec=load_codec(config.tokenizer, model_path, config.date),
             deadline_seconds=config.deadline_seconds,
         )
-    if name.endswith(prompt_files.SUFFIXES):
-        return prompt_files.load_file_task(config, model_path)
+    if name.endswith(SUFFIXES):
+        return prompt_files.load_file_task(config, model_path, max_prompt_tokens)
     known = [PointerChase.name, f"{reasoning.PREFIX}<generator>"]
     near = difflib.get_close_matches(name, known, 1, 0.0)[0]
     raise ValueError(

@@ -10,7 +10,8 @@ import numpy as np
 from common import chat
 from common.config import Config, TaskConfig
 from common.errors import UserError
-from common.prompt_files import SUFFIXES, load_file_task
+from common.prompt_files import load_file_task
+from common.prompt_rows import SUFFIXES
 from common.types import Prompt
 
 

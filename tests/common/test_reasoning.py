@@ -44,12 +44,13 @@ def test_streams_of_different_seeds_share_no_item(task):
 def test_a_rollout_is_graded_in_workers(task):
     prompts = [task.prompt(0, i) for i in range(3)]
     right = [p.answer["entry"]["answer"] for p in prompts]
-    texts = ["<answer>no</answer>", f"so <answer> {right[1]} </answer>.", right[2]]
+    texts = ["<answer>no</answer>", f"so <answer> {right[1]} </answer>.", f"{right[2]}"]
     encode = task.codec.tokenizer.encode
     sampled = rollout(prompts, [[*encode(t).ids, 256] for t in texts])
     with GraderPool(1, 20.0) as pool:
         rewards = tasks.score(task, sampled, pool)
-        assert rewards[1] == rewards[2] == 1.0 and rewards[0] < 0.1
+        assert rewards[1] == 1.0 and rewards[0] < 0.1
+        assert rewards[2] == 0  # the right number, but no tag
         # a generator whose scorer raises on nonsense costs nothing but its own score
         hostile = rollout(prompts[:1], [encode("<answer>" + "9" * 100_000).ids])
         assert tasks.score(task, hostile, pool)[0] < 0.1
@@ -97,8 +98,9 @@ def test_text_that_evaluates_code_is_refused_by_name():
         ("<answer> 4 </answer>", "4"),
         ("<answer>3</answer> no, <answer>4</answer> yes", "4"),
         ("<answer>4", "4"),
-        (" 4 ", "4"),
-        ("", ""),
+        ("<answer></answer>", ""),
+        (" 4 ", None),
+        ("", None),
     ],
 )
 def test_final_answer(text, answer):

@@ -1,15 +1,15 @@
 """Tasks by name, scoring of a rollout, and files in verl's columns."""
 
+import dataclasses
 import json
-from decimal import Decimal
 
 import numpy as np
 import pytest
 
 from common import tasks
 from common.config import TaskConfig
+from common.grading import GraderPool
 from common.pointer_chase import PointerChase
-from common.prompt_files import final_number, score_final_number
 from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
 
 
@@ -78,6 +78,12 @@ def test_text_file_from_prompt_to_reward(tmp_path):
         assert tasks.score(task, rollout(prompts, answers)).tolist() == [1, 1]
         answers = [[256], [-1, 10**6, 256]]
         assert tasks.score(task, rollout(prompts, answers)).tolist() == [0, 0]
+    # Expressions are evaluated in a worker; 1/2 is not the number 2.
+    texts = ["It is 2/1", "#### 3 * 2", "It is 1/2", "6 or"]
+    answers = [[*encode(text).ids, 256] for text in texts]
+    with GraderPool(1, 60.0) as pool:
+        rewards = tasks.score(task, rollout(prompts * 2, answers), pool)
+        assert rewards.tolist() == [1, 1, 0, 1] and pool.counts["graded"] == 3
 
 
 def bad(change):
@@ -103,6 +109,12 @@ def bad(change):
         ([bad(lambda r: r.update(prompt=["hi"]))], "needs 'role' and 'content'"),
         ([row(source="my/set")], "data_source='my/set': no scorer; known: pointer_chase"),
         ([row(truth="none")], "line 1: ground_truth='none': expected a number"),
+        ([row(truth=["5", "6"])], "line 1: ground_truth=.*: expected a number"),
+        ([row(), row("a\ud83d")], r"line 2: text with half of a surrogate pair, '.ud83d'"),
+        (
+            [row(truth={"answer": "\ud83d"}, source="reasoning_gym:chain_sum")],
+            "line 1: text with half",
+        ),
         ([[1]], "line 1: expected a JSON object, got list"),
         ([row(), row(source="pointer_chase")], "line 2: a file holds either"),
         ([row(source="reasoning_gym:countdown")], "not offered: its scorer evaluates"),
@@ -124,6 +136,12 @@ def test_broken_json_line_is_named(tmp_path):
     with pytest.raises(ValueError, match="line 3: not a JSON object"):
         tasks.build_task(config)
     path.write_bytes(b"\xff\xff\n")
+    with pytest.raises(ValueError, match="line 1: not a JSON object"):
+        tasks.build_task(config)
+    path.write_text('{"a": ' + "9" * 5000 + "}")  # Python refuses such integers
+    with pytest.raises(ValueError, match="line 1: not a JSON object"):
+        tasks.build_task(config)
+    path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="line 1: not a JSON object"):
         tasks.build_task(config)
     path.write_text(json.dumps(row()) + "\n")
@@ -176,37 +194,6 @@ def test_pointer_chase_file(tmp_path):
         tasks.build_task(TaskConfig(name=name, args=args))
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("the answer is 42", "42"),
-        ("first 41, then 42.", "42"),
-        ("#### 42\nand 43 more", "42"),
-        ("#### 1 no, #### 42", "42"),
-        ("####\n42", "42"),
-        ("#### $1,234.50", "1234.5"),
-        (r"\boxed{7} of 9", "7"),
-        (r"\boxed{7} or \boxed{-8}", "-8"),
-        ("-5", "-5"),
-        ("1,000,000 people", "1000000"),
-        ("0.5%", "0.5"),
-        ("42.0", "42"),
-        ("#### none", None),
-        (r"\boxed{x} 3", None),
-        ("no number", None),
-        ("", None),
-    ],
-)
-def test_final_number(text, number):
-    assert final_number(text) == (None if number is None else Decimal(number))
-
-
-def test_final_number_of_hostile_text():
-    assert score_final_number({"number": "42"}, "1," * 200_000 + " 42") == 1.0
-    assert score_final_number({"number": "42"}, "9" * 200_000) == 0.0
-    assert score_final_number({"number": "42"}, "\u0664\u0662") == 0.0  # digits of other scripts
-
-
 def test_a_task_names_every_file_it_was_made_from(tmp_path):
     """Whoever goes on with a run compares their content."""
     assert tasks.build_task(TaskConfig()).files == ()
@@ -217,3 +204,36 @@ def test_a_task_names_every_file_it_was_made_from(tmp_path):
     assert tasks.build_task(config).files == expected
     (folder / "chat_template.jinja").write_text("A")
     assert tasks.build_task(config).files == (*expected, folder / "chat_template.jinja")
+
+
+def test_rows_too_long_are_named_or_left_out_and_counted(tmp_path):
+    """ "User: " + text + newline + "Assistant:" is the text and 17 bytes more, one token each."""
+    rows = [row("a" * n, str(n)) for n in (3, 4, 5, 3, 4)]
+    name, tokenizer = write_jsonl(tmp_path / "d.jsonl", rows), write_tokenizer(tmp_path / "t")
+    config = TaskConfig(name=name, tokenizer=tokenizer)
+    assert tasks.build_task(config, "", 22).num_items == 5
+    with pytest.raises(ValueError, match="line 3: 22 tokens, over .*max_prompt_tokens=21; .*drop_"):
+        tasks.build_task(config, "", 21)
+    config = TaskConfig(name=name, tokenizer=tokenizer, drop_long_prompts=True)
+    task = tasks.build_task(config, "", 21)
+    assert [p.answer["number"] for p in task.prompts] == ["3", "4", "3", "4"]
+    assert [p.prompt_id for p in task.prompts] == [0, 1, 2, 3] and task.num_dropped == 1
+    assert task.describe(7)[0].startswith(
+        f"{name}: 4 rows (1 more are too long and left out), 2 to train on, 1 held out for "
+    )
+    with pytest.raises(ValueError, match="no rows; 5 are over rollout.max_prompt_tokens"):
+        tasks.build_task(config, "", 5)
+    with pytest.raises(ValueError, match="pointer_chase has no use"):
+        tasks.build_task(TaskConfig(drop_long_prompts=True))
+
+
+def test_duplicates_of_training_rows_among_the_held_out_are_told(tmp_path):
+    """20 rows: 16 to train on, 2 held out, 2 for profiles; all the same, so every one is seen."""
+    config = TaskConfig(tokenizer=write_tokenizer(tmp_path / "t"))
+    for rows, warnings in (([row()] * 20, 2), ([row(f"{i}?") for i in range(20)], 0)):
+        name = write_jsonl(tmp_path / "d.jsonl", rows)
+        task = tasks.build_task(dataclasses.replace(config, name=name))
+        first, *rest = task.describe(config.eval_seed)
+        assert first.endswith("20 rows, 16 to train on, 2 held out for evaluation, 2 for profiles")
+        assert len(rest) == warnings
+        assert all("2 of the 2 prompts for" in line and "also trained on" in line for line in rest)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from common import prompt_files
+from common import prompt_rows
 from configs import smollm2 as recipe
 from sparrow_torch import smollm2
 
@@ -13,11 +13,10 @@ def test_text_and_prompts(tmp_path):
     smollm2.write_inputs(tmp_path)
     text = (tmp_path / "text.txt").read_text()
     assert len(text) > 8192 * 8  # far more than 8,192 tokens
-    rows = [row for _, row in prompt_files._read_jsonl(tmp_path / "prompts.jsonl")]
+    rows = list(prompt_rows.read_rows(tmp_path / "prompts.jsonl"))
     contents = set()
     for row in rows:
-        _, messages, _ = prompt_files._check_row("row", row)
-        contents.add(messages[0]["content"].removeprefix("Go on with this text.\n\n"))
+        contents.add(row.messages[0]["content"].removeprefix("Go on with this text.\n\n"))
     assert len(contents) == len(rows) == 40 and all(piece in text for piece in contents)
     config = recipe.get_config()
     assert config.rollout.max_prompt_tokens + config.rollout.max_response_tokens == 2048
