@@ -349,7 +349,8 @@ class Config(_Checked):
     keep_checkpoints: int = setting(2, "older complete checkpoints are deleted")
     attention: str = setting(
         "auto",
-        "Pallas or Triton kernels, or plain XLA or torch; auto: kernels where they can run",
+        "Pallas or Triton kernels, or plain XLA or torch; auto: kernels where they can run; "
+        "kernel: the rollout engine must have them, a learner of another framework may do without",
         choices=("auto", "kernel", "reference"),
     )
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -70,7 +70,8 @@ def resolve(attention: str, platform: str, *, head_dim: int, num_devices: int = 
     """auto: kernels where they can run, references elsewhere; kernel: ValueError if they cannot.
 
     They need a TPU, heads of 64 or 128, and for now one device (sparrow_jax/sharded_ops.py is
-    compiled for meshes, but no backend is built with it yet).
+    compiled for meshes, but no backend is built with it yet). References that stand in for kernels
+    on a TPU say why in their name, which a run's log shows.
     """
     if attention not in CHOICES:
         raise ValueError(f"{attention=}: expected one of {', '.join(CHOICES)}")
@@ -80,4 +81,7 @@ def resolve(attention: str, platform: str, *, head_dim: int, num_devices: int = 
             f"attention='kernel' with {platform=}, {head_dim=}, {num_devices=}: kernels need "
             f"one TPU device and heads of {' or '.join(map(str, HEAD_DIMS))}; set reference or auto"
         )
+    if attention == "auto" and platform == "tpu" and not fits:
+        cause = f"heads of {head_dim}" if head_dim not in HEAD_DIMS else f"{num_devices} devices"
+        return dataclasses.replace(REFERENCE, name=f"reference (no kernel for {cause})")
     return kernels() if fits and attention != "reference" else REFERENCE

@@ -3,7 +3,7 @@
     page[x, c] = new[x, c + C page - start]   for lo <= c < hi, x = key, value; the rest stays
     landmark   = float32 mean over c of page[key, c]                     if hi = C (page complete)
 
-Grid (K, B, touched): one program owns one KV head of one page that T tokens of a row can touch; T
+Grid (K x B x touched): one program owns one KV head of one page that T tokens of a row can touch; T
 tokens touch at most (T + C - 2) // C + 1 pages. It reads lo and hi of its page on the device and
 ends if there is no token for it, or no page in the table: nothing is written to the null page. New
 tokens go to the pool in rows of H numbers; old keys are read only where the page completes. On
@@ -47,11 +47,11 @@ def append_kv(
     if kv.dtype == torch.float8_e4m3fn:
         kv = kv.view(torch.uint8)
     if B * T > 0:
-        _append[(K, B, (T + C - 2) // C + 1)](
+        _append[(K * B * ((T + C - 2) // C + 1),)](
             kv, landmarks, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B,
             *kv.stride()[:4], *landmarks.stride()[:2], *k_BTKH.stride()[:3], *v_BTKH.stride()[:3],
-            page_table_BP.stride(0), T, page_table_BP.shape[1],
-            C=C, BLOCK=triton.next_power_of_2(C), H=H, num_warps=4,
+            page_table_BP.stride(0), B, T, page_table_BP.shape[1],
+            K=K, C=C, BLOCK=triton.next_power_of_2(C), H=H, num_warps=4,
         )  # fmt: skip
     return kv_pages_LKMxCH, landmarks_LMKH
 
@@ -96,13 +96,14 @@ def _append(
     stride_nb, stride_nt, stride_nk,
     stride_vb, stride_vt, stride_vk,
     stride_tb,
-    T, P,
-    C: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr,
+    B, T, P,
+    K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    k, rest = (tl.program_id(0) % K).to(tl.int64), tl.program_id(0) // K
+    b = (rest % B).to(tl.int64)
     start = tl.load(start_ptr + b).to(tl.int32)
     num_new = tl.minimum(tl.load(num_new_ptr + b).to(tl.int32), T)
-    logical = start // C + tl.program_id(2)
+    logical = start // C + rest // B
     lo = tl.maximum(start - logical * C, 0)
     hi = tl.minimum(start + num_new - logical * C, C)
     if (lo < hi) & (logical < P):
@@ -164,6 +165,6 @@ def programs(
         "kv_ptr": f"*{dtype}", "landmarks_ptr": f"*{outer}", "new_k_ptr": f"*{outer}",
         "new_v_ptr": f"*{outer}", "table_ptr": "*i32", "start_ptr": "*i32", "num_new_ptr": "*i32",
     }  # fmt: skip
-    numbers = _append.arg_names[len(types) : _append.arg_names.index("C")]
-    constants = {"C": page, "BLOCK": triton.next_power_of_2(page), "H": head_dim}
+    numbers = _append.arg_names[len(types) : _append.arg_names.index("K")]
+    constants = {"K": num_kv_heads, "C": page, "BLOCK": triton.next_power_of_2(page), "H": head_dim}
     yield Program("append_kv", _append, types | dict.fromkeys(numbers, "i32"), constants, 4, 3)

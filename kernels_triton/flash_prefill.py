@@ -4,13 +4,13 @@
     delta = sum_h(out do),  ds = p (do v^T - delta),  dv = p^T do,  dk = ds^T q / sqrt(H),
     dq = ds k / sqrt(H)
 
-As FlashAttention-2 (arXiv 2307.08691). Forward and dq: grid (blocks of queries, B x N); a program
+As FlashAttention-2 (arXiv 2307.08691). Forward and dq: grid (B x N x blocks of queries); a program
 owns a block of queries of one head and walks the blocks of keys up to the diagonal; the longest
-walks start first. dk and dv, a launch each: grid (blocks of keys, B x K); a program owns a block of
-keys of one KV head and walks the blocks of queries from the diagonal on, for every head of the
-group, so that the sum over the group stays in registers. dk and dv together would save one of eight
-products of the backward pass, but at H = 128 two such sums do not fit beside the scores (ptxas
-spills). Forward, only blocks that the diagonal crosses compare positions.
+walks of a head start first. dk and dv, a launch each: grid (B x K x blocks of keys); a program owns
+a block of keys of one KV head and walks the blocks of queries from the diagonal on, for every head
+of the group, so that the sum over the group stays in registers. dk and dv together would save one
+of eight products of the backward pass, but at H = 128 two such sums do not fit beside the scores
+(ptxas spills). Forward, only blocks that the diagonal crosses compare positions.
 Replay: which pages a query reads is computed outside in chunks of queries by the reference's rule
 and packed into bits, int32 [B x K, words, T] (64 MiB for 8 groups at 32K tokens). The keys of a
 block lie in the 32 pages of one word: a program loads one word per query and shifts it.
@@ -178,7 +178,7 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks):
     B, T, N, _ = q_BTNH.shape
     out_BTNH = q_BTNH.new_empty(q_BTNH.shape)
     lse_BNT = q_BTNH.new_empty((B, N, T), dtype=torch.float32)
-    grid = triton.cdiv(T, blocks.queries), B * N
+    grid = (B * N * triton.cdiv(T, blocks.queries),)  # CUDA takes 65,535 on other axes
     args = words, out_BTNH, lse_BNT, *_arguments(q_BTNH, k_BTKH, v_BTKH, out_BTNH, words)
     _forward_kernel[grid](q_BTNH, k_BTKH, v_BTKH, *args, **_constants(q_BTNH, page, blocks))
     return out_BTNH, lse_BNT
@@ -188,7 +188,7 @@ def _query_gradient(q_BTNH, k_BTKH, v_BTKH, do_BTNH, out_BTNH, lse_BNT, words, p
     """dq, contiguous, and delta [B, N, T]."""
     B, T, N, _ = q_BTNH.shape
     dq_BTNH, delta_BNT = torch.empty_like(out_BTNH), torch.empty_like(lse_BNT)
-    grid = triton.cdiv(T, blocks.queries), B * N
+    grid = (B * N * triton.cdiv(T, blocks.queries),)  # CUDA takes 65,535 on other axes
     args = _arguments(q_BTNH, k_BTKH, v_BTKH, do_BTNH, words)
     _query_gradient_kernel[grid](
         q_BTNH, k_BTKH, v_BTKH, words, do_BTNH, out_BTNH, lse_BNT, delta_BNT, dq_BTNH, *args,
@@ -203,7 +203,7 @@ def _key_gradients(q_BTNH, k_BTKH, v_BTKH, do_BTNH, lse_BNT, delta_BNT, words, p
     grads = [k_BTKH.new_empty(k_BTKH.shape) for _ in range(2)]
     args = _arguments(q_BTNH, k_BTKH, v_BTKH, do_BTNH, words)
     for value, out in enumerate(grads):
-        _key_gradient_kernel[triton.cdiv(T, blocks[value].keys), B * K](
+        _key_gradient_kernel[(B * K * triton.cdiv(T, blocks[value].keys),)](
             q_BTNH, k_BTKH, v_BTKH, words, do_BTNH, lse_BNT, delta_BNT, out, *args,
             VALUE=bool(value), **_constants(q_BTNH, page, blocks[value]),
         )  # fmt: skip
@@ -231,7 +231,8 @@ def _forward_kernel(
     s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on, T, N, R, num_words,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    i, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    row, i = _program(T, X)
+    i = tl.cdiv(T, X) - 1 - i
     b, n = row // N, row % N
     query_X = i * X + tl.arange(0, X)
     q_XH = _load(_at(q, b, i * X, n, s_qb, s_qt, s_qn), s_qt, query_X, T, X, H, True)
@@ -281,7 +282,8 @@ def _query_gradient_kernel(
     T, N, R, num_words,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    i, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    row, i = _program(T, X)
+    i = tl.cdiv(T, X) - 1 - i
     b, n = row // N, row % N
     query_X = i * X + tl.arange(0, X)
     q_XH = _load(_at(q, b, i * X, n, s_qb, s_qt, s_qn), s_qt, query_X, T, X, H, True)
@@ -317,7 +319,8 @@ def _key_gradient_kernel(
     T, N, R, num_words,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    j, row, K = tl.program_id(0), tl.program_id(1), N // R
+    row, j = _program(T, Y)
+    K = N // R
     b, kv = row // K, row % K
     key_Y = j * Y + tl.arange(0, Y)
     k_YH = _load(_at(k, b, j * Y, kv, s_kb, s_kt, s_kn), s_kt, key_Y, T, Y, H, True)
@@ -347,6 +350,13 @@ def _key_gradient_kernel(
     acc_YH *= 1.0 if VALUE else scale
     K_H, T_K_H = K * H, tl.cast(T, tl.int64) * K * H
     _store(_at(out, b, j * Y, kv, T_K_H, K_H, H), K_H, acc_YH, key_Y, T, Y, H)
+
+
+@triton.jit
+def _program(T, SIZE: tl.constexpr):
+    """Row (sequence and head) and block of this program; the blocks of a row follow each other."""
+    blocks = tl.cdiv(T, SIZE)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks
 
 
 @triton.jit

@@ -57,7 +57,10 @@ def kernels() -> Ops:
 
 
 def resolve(attention: str, device: str, *, head_dim: int) -> Ops:
-    """auto: kernels on a GPU, references elsewhere; kernel: ValueError if they cannot run."""
+    """auto: kernels on a GPU, references elsewhere; kernel: ValueError if they cannot run.
+
+    References that stand in for kernels on a GPU say why in their name, which a run's log shows.
+    """
     if attention not in CHOICES:
         raise ValueError(f"{attention=}: expected one of {', '.join(CHOICES)}")
     fits = device == "cuda" and head_dim in HEAD_DIMS
@@ -66,4 +69,6 @@ def resolve(attention: str, device: str, *, head_dim: int) -> Ops:
             f"attention='kernel' with {device=}, {head_dim=}: kernels need a GPU and heads of "
             f"{', '.join(map(str, HEAD_DIMS))}; set reference or auto"
         )
+    if attention == "auto" and device == "cuda" and not fits:
+        return dataclasses.replace(REFERENCE, name=f"reference (no kernel for heads of {head_dim})")
     return kernels() if fits and attention != "reference" else REFERENCE

@@ -6,11 +6,11 @@
 
 Two launches, and between them one int32 per page: the score as an order-preserving integer.
 
-1. score, grid (K, B, blocks of pages): one program gathers the landmarks of `score` candidates of
+1. score, grid (K x B, blocks of pages): one program gathers the landmarks of `score` candidates of
    one KV head ([score, H], in registers) and multiplies them with the mean query. Nothing is read
    for a row that takes all of its candidates or none, nor past its last candidate. KV heads are the
    fastest axis: the landmarks of a page lie side by side.
-2. list, grid (K, B): one program owns one row and KV head. The k-th largest key, bit by bit from
+2. list, grid (K x B): one program owns one row and KV head. The k-th largest key, bit by bit from
    the top, by counting keys >= a threshold (no sort); it stops early where exactly k remain. Rows
    of up to `count` pages are counted in registers (32 per thread), longer ones read their keys
    again from cache for every bit. Then, per `list` pages, prefix sums give equal keys their rank,
@@ -69,15 +69,15 @@ def select_pages(
         return page_ids_BKJ, count_B
     keys_BKP = torch.empty((B, K, P), **place)
     R = N // K
-    _score[(K, B, triton.cdiv(P, tuning.score))](
+    _score[(K * B, triton.cdiv(P, tuning.score))](
         q_BNH, landmarks, page_table_BP, num_pages_B, k_B, keys_BKP,
         *q_BNH.stride()[:2], *landmarks.stride()[:2], page_table_BP.stride(0), P,
-        R=R, R_PAD=triton.next_power_of_2(R), H=H, BLOCK=tuning.score, num_warps=4,
+        K=K, R=R, R_PAD=triton.next_power_of_2(R), H=H, BLOCK=tuning.score, num_warps=4,
     )  # fmt: skip
-    _list[(K, B)](
+    _list[(K * B,)](
         keys_BKP, page_table_BP, num_pages_B, k_B, page_ids_BKJ, count_B,
         page_table_BP.stride(0), P, max_selected,
-        COUNT=tuning.count, WHOLE=tuning.count >= P, LIST=tuning.list,
+        K=K, COUNT=tuning.count, WHOLE=tuning.count >= P, LIST=tuning.list,
         num_warps=tuning.num_warps,
     )  # fmt: skip
     return page_ids_BKJ, count_B
@@ -115,12 +115,12 @@ def _score(
     keys_ptr,  # int32 [B, K, P]
     stride_qb, stride_qn, stride_lm, stride_lk, stride_tb,
     P,
-    R: tl.constexpr, R_PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    k, b = (tl.program_id(0) % K).to(tl.int64), (tl.program_id(0) // K).to(tl.int64)
     n, taken = _row(num_pages_ptr, k_ptr, b, P)
-    page = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    if _searched(n, taken) & (tl.program_id(2) * BLOCK < n - 2):
+    page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if _searched(n, taken) & (tl.program_id(1) * BLOCK < n - 2):
         r, h = tl.arange(0, R_PAD), tl.arange(0, H)
         at = q_ptr + b * stride_qb + (k * R + r)[:, None] * stride_qn + h[None, :]
         q = tl.load(at, mask=(r < R)[:, None], other=0.0).to(tl.float32)
@@ -130,7 +130,7 @@ def _score(
         at = landmarks_ptr + k * stride_lk + (physical * stride_lm)[:, None] + h[None, :]
         landmarks = tl.load(at, mask=wanted[:, None], other=0.0).to(tl.float32)
         key = _ordered(tl.sum(landmarks * q[None, :], 1))
-        row = b * tl.num_programs(0) + k
+        row = b * K + k
         tl.store(keys_ptr + row * P + page, tl.where(wanted, key, MIN_KEY), mask=page < P)
 
 
@@ -169,15 +169,15 @@ def _list(
     count_ptr,  # int32 [B]
     stride_tb,
     P, J,
-    COUNT: tl.constexpr, WHOLE: tl.constexpr, LIST: tl.constexpr,
+    K: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k, b = tl.program_id(0) % K, (tl.program_id(0) // K).to(tl.int64)
     n, taken = _row(num_pages_ptr, k_ptr, b, P)
     count = taken + tl.minimum(n, NUM_RESERVED)
     if k == 0:
         tl.store(count_ptr + b, count)
     taken = tl.minimum(taken, tl.maximum(J - NUM_RESERVED, 0))
-    row = b * tl.num_programs(0) + k
+    row = b * K + k
     keys_ptr += row * P
     ids_ptr += row * J
     table_ptr += b * stride_tb
@@ -240,7 +240,12 @@ def programs(
         "num_pages_ptr": "*i32", "k_ptr": "*i32", "keys_ptr": "*i32",
     }  # fmt: skip
     strides = ("stride_qb", "stride_qn", "stride_lm", "stride_lk", "stride_tb", "P")
-    constants = {"R": group, "R_PAD": triton.next_power_of_2(group), "H": head_dim}
+    constants = {
+        "K": num_kv_heads,
+        "R": group,
+        "R_PAD": triton.next_power_of_2(group),
+        "H": head_dim,
+    }
     constants["BLOCK"] = tune_select(2560).score
     yield Program(
         "select_pages, score", _score, types | dict.fromkeys(strides, "i32"), constants, 4, 3
@@ -249,6 +254,7 @@ def programs(
     types = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("stride_tb", "P", "J"), "i32")
     for pages in (2560, 8192, 16384):
         tuning = tune_select(pages)
-        constants = {"COUNT": tuning.count, "WHOLE": tuning.count >= pages, "LIST": tuning.list}
+        constants = {"K": num_kv_heads, "COUNT": tuning.count, "WHOLE": tuning.count >= pages}
+        constants["LIST"] = tuning.list
         name = f"select_pages, list of {pages} pages"
         yield Program(name, _list, types, constants, tuning.num_warps, 3)

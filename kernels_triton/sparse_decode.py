@@ -3,13 +3,14 @@
     out = softmax(q k^T / sqrt(H)) v        over the first `length` tokens of the listed pages
     lse = log(sum(exp(q k^T / sqrt(H))))    query t sees the first min(start + t + 1, length)
 
-Grid (K, B x blocks of queries, splits): one program owns one KV head of one row, X of its T x R
+Grid (K x B x blocks of queries, splits): one program owns one KV head of one row, X of its T x R
 queries (all of them up to 64, padded to 16 for the matrix unit), and one share of the row's tokens.
 It walks them in tiles of `tile` tokens, gathered page by page, one step of the online softmax each.
 The number of splits follows from the shapes alone; how far a split walks, from the row's length on
 the device: a row has max(ceil(tiles / splits), least) tiles per split, so that a short row occupies
-few programs and the rest end at once. KV heads are the fastest axis of the grid: in layouts where
-the heads of a token lie side by side they are read together.
+few programs and the rest end at once. KV heads come first in the grid: in layouts where the heads
+of a token lie side by side they are read together. All that grows with the rows is on the first
+axis: CUDA takes 65,535 on the others.
 
 With one split the program writes the result. Else each writes its normalised output and its
 log-sum-exp in float32, and a second launch, grid (B T, N), weighs the outputs of the splits by
@@ -91,13 +92,13 @@ def sparse_decode(
     scales = None if page_scales_LKM is None else page_scales_LKM[layer]
     R = N // K
     X = max(16, min(MAX_QUERIES, triton.next_power_of_2(T * R)))
-    _attend[(K, B * triton.cdiv(T * R, X), splits)](
+    _attend[(K * B * triton.cdiv(T * R, X), splits)](
         q_BTNH, kv, page_ids, scales, start_B, length_B, out, lse,
         *q_BTNH.stride()[:3], *kv.stride()[:4],
         page_ids.stride(0), page_ids.stride(1) if page_ids.ndim == 3 else 0,
         *(scales.stride()[:2] if scales is not None else (0, 0)),
         *out.stride()[:4], T, tokens, H**-0.5 * LOG2E,
-        R=R, C=C, H=H, X=X, TILE=tuning.tile, LEAST=tuning.least,
+        K=K, R=R, C=C, H=H, X=X, TILE=tuning.tile, LEAST=tuning.least,
         PARTS=splits > 1, DOT=product, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -184,17 +185,18 @@ def _attend(
     T,
     tokens,  # width of a list
     scale,  # log2(e) / sqrt(H)
-    R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, X: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, X: tl.constexpr,
     TILE: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T * R, X)
-    k = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1) // blocks
-    split, splits = tl.program_id(2), tl.num_programs(2)
-    num_rows = tl.num_programs(1) // blocks
-    x = (tl.program_id(1) % blocks) * X + tl.arange(0, X)
+    head, block = tl.program_id(0) % K, tl.program_id(0) // K
+    k = head.to(tl.int64)
+    b = block // blocks
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    num_rows = tl.num_programs(0) // K // blocks
+    x = (block % blocks) * X + tl.arange(0, X)
     h = tl.arange(0, H)
-    t, n = x // R, tl.program_id(0) * R + x % R
+    t, n = x // R, head * R + x % R
     start = tl.load(start_ptr + b).to(tl.int32)
     length = tl.minimum(tl.load(length_ptr + b).to(tl.int32), tokens)
     limit = tl.minimum(start + t + 1, length)
@@ -239,8 +241,7 @@ def _attend(
     safe = tl.where(seen, denom, 1.0)
     lse = tl.where(seen, (m + tl.log2(safe)) * 0.6931471805599453, -float("inf"))
     line = (split.to(tl.int64) * num_rows + b) * T
-    heads = tl.num_programs(0) * R
-    tl.store(lse_ptr + (line + t) * heads + n, lse, mask=t < T)
+    tl.store(lse_ptr + (line + t) * (K * R) + n, lse, mask=t < T)
     out_ptr += split.to(tl.int64) * stride_os + row * stride_ob
     out_ptr += t[:, None] * stride_ot + n[:, None] * stride_on + h[None, :]
     wanted = t < T
@@ -326,12 +327,12 @@ def programs(
         "q_ptr": f"*{outer}", "kv_ptr": f"*{dtype}", "ids_ptr": "*i32", "scales_ptr": "*fp32",
         "start_ptr": "*i32", "length_ptr": "*i32", "out_ptr": "*fp32", "lse_ptr": "*fp32",
     }  # fmt: skip
-    numbers = _attend.arg_names[len(types) : _attend.arg_names.index("R")]
+    numbers = _attend.arg_names[len(types) : _attend.arg_names.index("K")]
     types |= dict.fromkeys(numbers, "i32") | {"scale": "fp32"}
     product = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[outer]
     for T in (1, 4):
         constants = {
-            "R": group, "C": page, "H": head_dim,
+            "K": num_kv_heads, "R": group, "C": page, "H": head_dim,
             "X": max(16, min(MAX_QUERIES, triton.next_power_of_2(T * group))),
             "TILE": tuning.tile, "LEAST": tuning.least, "PARTS": tuning.splits > 1, "DOT": product,
         }  # fmt: skip

@@ -103,10 +103,16 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
 
 
 def _ops(config: Config, geometry: ModelConfig) -> Ops:
-    """Kernels or references for this device, model and mesh; UserError for what cannot run."""
+    """Kernels or references for this device, model and mesh; UserError for what cannot run.
+
+    "kernel" is a demand on the rollout engine. A learner beside an engine of another framework, of
+    whose kernels it has none, takes what it can ("auto").
+    """
     where = jax.devices()[0].platform, math.prod(config.learner.mesh)
+    foreign = config.rollout.engine != "jax" and config.attention == "kernel"
+    attention = "auto" if foreign else config.attention
     try:
-        return resolve(config.attention, where[0], head_dim=geometry.head_dim, num_devices=where[1])
+        return resolve(attention, where[0], head_dim=geometry.head_dim, num_devices=where[1])
     except ValueError as error:
         raise UserError(f"config.{error}") from error
 

@@ -4,6 +4,7 @@ A decode step runs over as many rows as there are running samples, rounded up to
 of 2), on buffers of fixed place and shape. On a GPU each bucket is captured once as a CUDA graph
 and replayed: lengths, budgets, pages and weights may change between replays, since they are all
 read from the device. One step is captured, so a chunk of any number of steps is that many replays.
+The graphs share one pool of memory: a step leaves nothing but its buffers behind.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ import numpy as np
 import torch
 
 from common.paged_engine import PREFILL_ROWS, Decoding, Drawn
+from kernels_triton.cuda_graph import Capture
 from sparrow_torch.model import Decoder
 from sparrow_torch.sampling import sample
-
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes a function without arguments into one that does the same on the same tensors again."""
 
 
 def run_again(step: Callable[[], None]) -> Callable[[], None]:

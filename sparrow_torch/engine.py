@@ -9,10 +9,10 @@ import torch
 
 from common.config import ModelConfig, RolloutConfig
 from common.paged_engine import PagedEngine
-from kernels_triton.cuda_graph import cuda_graph
+from kernels_triton.cuda_graph import Capture, cuda_graphs
 from kernels_triton.ops import Ops
 from sparrow_torch import cache as kv_cache
-from sparrow_torch.decode import Capture, Programs, run_again
+from sparrow_torch.decode import Programs, run_again
 from sparrow_torch.model import Decoder
 
 
@@ -27,11 +27,12 @@ class Engine(PagedEngine):
         super().__init__(config, stop_ids)
         device = torch.device(device)
         self.model = Decoder(geometry, ops=ops, dtype=dtype, device=device)
+        graphs = ""
+        if capture is None and device.type == "cuda":
+            graphs = ", CUDA graphs" if ops.name == "kernel" else ", no CUDA graphs"
         if capture is None:
-            graphs = device.type == "cuda" and ops.name == "kernel"
-            capture = cuda_graph if graphs else run_again
+            capture = cuda_graphs() if graphs == ", CUDA graphs" else run_again
         self._capture = capture
-        graphs = ", CUDA graphs" if capture is cuda_graph else ""
         self.description = f"torch {torch.__version__} on {device}, {ops.name}{graphs}"
         self._programs: Programs | None = None
 

@@ -99,8 +99,10 @@ def test_the_choice_is_made_once_and_refused_where_it_cannot_run():
         assert resolve("kernel", "tpu", head_dim=head_dim) is kernels()
         assert resolve("reference", "tpu", head_dim=head_dim) is REFERENCE
     assert resolve("auto", "cpu", head_dim=64) is REFERENCE
-    assert resolve("auto", "tpu", head_dim=32) is REFERENCE
-    assert resolve("auto", "tpu", head_dim=64, num_devices=4) is REFERENCE
+    fallback = resolve("auto", "tpu", head_dim=32)
+    assert fallback == dataclasses.replace(REFERENCE, name="reference (no kernel for heads of 32)")
+    fallback = resolve("auto", "tpu", head_dim=64, num_devices=4)
+    assert fallback == dataclasses.replace(REFERENCE, name="reference (no kernel for 4 devices)")
     for wrong in ({"head_dim": 32}, {"head_dim": 64, "num_devices": 4}):
         with pytest.raises(ValueError, match="one TPU device and heads of 64 or 128"):
             resolve("kernel", "tpu", **wrong)

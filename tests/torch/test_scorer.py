@@ -1,5 +1,6 @@
 """Scorer and replay in torch against those in JAX, in float32."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -68,6 +69,11 @@ def test_replay(schedule):
 def test_the_choice_of_operations():
     assert resolve("auto", "cpu", head_dim=64) is REFERENCE
     assert resolve("reference", "cuda", head_dim=64) is REFERENCE
+    assert resolve("reference", "cuda", head_dim=256) is REFERENCE  # as asked: no reason to give
+    fallback = resolve("auto", "cuda", head_dim=256)
+    assert fallback == dataclasses.replace(REFERENCE, name="reference (no kernel for heads of 256)")
+    with pytest.raises(ValueError, match="head_dim=256: kernels need a GPU and heads of 32, 64"):
+        resolve("kernel", "cuda", head_dim=256)
     with pytest.raises(ValueError, match="attention='kernel' with device='cpu'"):
         resolve("kernel", "cpu", head_dim=64)
     with pytest.raises(ValueError, match="attention='pallas'"):
