@@ -217,6 +217,11 @@ def make_record(
     return record
 
 
+def _start_number(name: str) -> int:
+    digits = name.removeprefix("events.out.tfevents.").partition(".")[0]
+    return int(digits) if re.fullmatch("[0-9]{1,18}", digits) else 0
+
+
 class _TensorBoard:
     """Event files in run_dir/tensorboard, in TensorBoard's own record format.
 
@@ -231,10 +236,14 @@ class _TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         directory = run_dir / "tensorboard"
         directory.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{os.getpid()}.{resume_step}"
+        older = [p.name for p in directory.glob("events.out.tfevents.*")]
+        # TensorBoard reads files in the order of their names: a number that only grows, whatever
+        # the clock does (older versions of sparrow had the time there).
+        number = 1 + max((_start_number(name) for name in older), default=0)
+        name = f"events.out.tfevents.{number:010d}.{os.getpid()}.{resume_step}"
         self._records = RecordWriter((directory / name).open("wb"))
         self._add(file_version="brain.Event:2")
-        if resume_step:  # TensorBoard drops what older files say about this and later steps
+        if older:  # TensorBoard drops what older files say about this and later steps
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(step=resume_step, session_log=start)
 

@@ -1,7 +1,8 @@
 """A run directory: opened once at a time, tied to one configuration, safe against a half write.
 
 run.lock      held (flock) while a process uses the run; the system drops it, even on kill -9
-run.json      marker of a run: command, machine, versions, commit, every start
+run.json      marker of a run: command, machine, versions, commit, every start, checksums of the
+              files that it depends on
 config.json   the resolved configuration (common/overrides.py reads it back)
 ...           metrics.jsonl, checkpoints/, model/ belong to the command that runs
 """
@@ -15,16 +16,17 @@ import importlib.metadata
 import json
 import os
 import platform
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from common import overrides
+from common import file_sums, json_checks, overrides
 from common.config import Config
 from common.errors import UserError
 
@@ -44,12 +46,32 @@ _open_locks: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """An open run. Close it to let others in."""
+    """An open run. Close it to let others in. has_work: it had results when it was opened."""
 
     path: Path
     config: Config
     command: str
+    has_work: bool = False
     _lock: TextIO = dataclasses.field(repr=False)
+
+    def keep_files(self, task_files: Iterable[Path]) -> None:
+        """Keep the checksums of the start model's and the task's files in run.json.
+
+        UserError, naming the file, if the run has results that were made with other ones.
+        """
+        now = file_sums.sums(self.config.model.path, task_files)
+        record = _read_json(self.path / "run.json")
+        before = record.get("files")
+        if self.has_work and before is None and now:
+            print(f"{self.path}: was started without checksums of its files; kept from now on")
+        elif self.has_work and before is not None:
+            change = file_sums.first_change(before, now)
+            if change:
+                raise UserError(
+                    f"--run={self.path}: {change} at the run's start; restore it or name a new run"
+                )
+        if now != before:
+            atomic_write_text(self.path / "run.json", _dumps(record | {"files": now}))
 
     def close(self) -> None:
         self._lock.close()
@@ -73,17 +95,20 @@ def open_run(path: str | Path, config: Config, command: str) -> RunDir:
     _refuse_foreign(path)
     lock = _lock(path)
     try:
-        old = _read_json(path / "run.json")
+        _remove_leftovers(path)
+        old, has_work = _read_json(path / "run.json"), _has_work(path)
         if old is not None:
-            _refuse_other_run(path, old, config, command)
+            _refuse_other_run(path, old, config, command, has_work)
         record = _session(command)
         record["starts"] = [*(old or {}).get("starts", []), record["started"]]
+        if old and old.get("files") is not None:
+            record["files"] = old["files"]
         atomic_write_text(path / "run.json", _dumps(record))
         atomic_write_text(path / "config.json", _dumps(overrides.to_dict(config)))
     except BaseException:
         lock.close()
         raise
-    return RunDir(path=path, config=config, command=command, _lock=lock)
+    return RunDir(path=path, config=config, command=command, has_work=has_work, _lock=lock)
 
 
 def read_config(path: str | Path) -> Config:
@@ -151,8 +176,10 @@ def _refuse_foreign(path: Path) -> None:
 def _lock(path: Path) -> TextIO:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / _LOCK, "a+", encoding="ascii")
+        lock = _open_lock(path)
     except OSError as error:
+        if (path / _LOCK).is_symlink():
+            raise UserError(f"--run={path}: its {_LOCK} is a symbolic link; remove it") from error
         raise UserError(
             f"--run={path}: cannot be written ({error.strerror}); name a directory of your own"
         ) from error
@@ -168,6 +195,16 @@ def _lock(path: Path) -> TextIO:
     lock.flush()
     _open_locks.add(lock)
     return lock
+
+
+def _open_lock(path: Path) -> TextIO:
+    """A planted link or pipe must not make us empty, or wait for, what it stands for."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    handle = os.open(path / _LOCK, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise UserError(f"--run={path}: its {_LOCK} is no regular file; remove it")
+    return open(handle, "a+", encoding="ascii")
 
 
 def _flock(lock: TextIO) -> bool:
@@ -191,27 +228,52 @@ def _drop_locks_in_child() -> None:
     _open_locks.clear()
 
 
-def _refuse_other_run(path: Path, old: Mapping[str, Any], config: Config, command: str) -> None:
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files of a writer that was killed; only the holder of the lock may do it."""
+    for file in path.glob("*.tmp"):
+        if file.is_symlink() or file.is_file():
+            file.unlink()
+
+
+def _refuse_other_run(
+    path: Path, old: Mapping[str, Any], config: Config, command: str, has_work: bool
+) -> None:
     if old.get("kind") != _KIND:
         raise UserError(
             f"--run={path}: run.json was not written by sparrow; name another directory"
         )
+    _refuse_damaged(path, old)
     if old["command"] != command:
         raise UserError(
             f"--run={path}: is a run of `sparrow {old['command']}`; "
             f"name another directory for `sparrow {command}`"
         )
+    if not has_work:  # nothing to protect: the first start stopped before its first result
+        return
     stored = _read_json(path / "config.json")
-    if stored is None:  # killed between the two writes of the first start
-        return
-    if not _has_work(path):  # nothing to protect: the first start stopped before its first result
-        return
+    if stored is None:
+        raise UserError(
+            f"--run={path}: has results, but its config.json is gone; restore it, or name a new "
+            "directory"
+        )
     before = overrides.from_dict(stored, source=str(path / "config.json"))
     changed = [key for key in overrides.differences(before, config) if key not in MAY_CHANGE]
     if changed:
         raise UserError(
             f"--run={path}: belongs to another config; it differs in {', '.join(changed)}: "
             "name a new directory, or set them back to go on"
+        )
+
+
+def _refuse_damaged(path: Path, old: Mapping[str, Any]) -> None:
+    starts, files = old.get("starts"), old.get("files", {})
+    sound = isinstance(old.get("command"), str)
+    sound = sound and isinstance(starts, list) and all(isinstance(s, str) for s in starts)
+    sound = sound and isinstance(files, dict) and all(isinstance(s, str) for s in files.values())
+    if not sound:
+        raise UserError(
+            f"--run={path}: run.json is damaged (command, starts or files are not what was "
+            "written); restore it, or name a new directory"
         )
 
 
@@ -222,14 +284,13 @@ def _has_work(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> Any:
+    """The object in a file of a run; None if there is no such file."""
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: is no JSON ({error}); remove the run, or restore the file"
-        ) from error
+        return json_checks.read_object(path)
+    except ValueError as error:
+        raise UserError(f"{error}; restore the file, or name a new run") from error
 
 
 def _session(command: str) -> dict[str, Any]:

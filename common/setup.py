@@ -9,10 +9,11 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from common import json_checks, tasks
 from common import schedule as schedules
-from common import tasks
 from common.config import Config
 from common.errors import UserError
 from common.grading import GraderPool
@@ -118,11 +119,13 @@ def announce(parts: Parts, run: RunDir, step: int) -> None:
     """Say on the console what runs, and keep the schedule with the run.
 
     A run that goes on must have the schedule that it was started with: the configuration names a
-    file, whose content may have changed since. Raises UserError if it has.
+    file, whose content may have changed since. Raises UserError if it has, or if a file of the
+    start model or of the task has.
     """
+    run.keep_files(parts.task.files)
     schedule, path = parts.schedule, run.path / "schedule.json"
     record = "dense" if schedule is None else schedule.to_json()
-    if step and path.is_file() and _effect(json.loads(path.read_text())) != _effect(record):
+    if step and path.is_file() and _effect(_kept(path)) != _effect(record):
         raise UserError(
             f"rollout.schedule={parts.config.rollout.schedule}: is no longer the schedule that "
             f"{run.path} was started with (kept in its schedule.json); restore it or name a new run"
@@ -131,6 +134,16 @@ def announce(parts: Parts, run: RunDir, step: int) -> None:
     facts = ", ".join(f"{k} {v}" for k, v in parts.backend.description.items())
     print(f"{run.path}: {facts}; rollout {text}" + (f"; goes on at step {step}" if step else ""))
     atomic_write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def _kept(path: Path) -> str | dict[str, Any]:
+    """The schedule kept with a run: "dense", or the content of a schedule file."""
+    try:
+        if json.loads(path.read_text(encoding="utf-8")) == "dense":
+            return "dense"
+    except (ValueError, RecursionError):
+        pass  # said below
+    return schedules.parse(json_checks.read_object(path), str(path)).to_json()
 
 
 def _effect(record: str | dict[str, Any]) -> Any:

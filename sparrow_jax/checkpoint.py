@@ -28,10 +28,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from common.errors import UserError, one_line
+from common.file_sums import crc32 as _crc32
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
-_CHUNK = 2**24
 
 
 class Stateful(Protocol):
@@ -63,8 +63,7 @@ class Checkpoints:
         json.dumps(extra)  # refuse what is no JSON before anything is written
         final = self._directory / f"step_{step:08d}"
         temporary = self._directory / f"tmp_{final.name}"
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        _remove(temporary)
         temporary.mkdir()
         arrays = _named_arrays(self._learner.state_dict())
         self._orbax.save(temporary / "arrays", arrays)
@@ -149,14 +148,23 @@ class Checkpoints:
                 self._delete(old)
             else:
                 os.rename(old, final)
-        for folder in self._directory.glob("tmp_*"):
-            shutil.rmtree(folder)
+        for left in self._directory.glob("tmp_*"):
+            _remove(left)
 
     def _delete(self, folder: Path) -> None:
         """Rename first: a deletion cut off half-way must not look like a damaged checkpoint."""
         doomed = self._directory / f"tmp_{folder.name}"
+        _remove(doomed)
         os.rename(folder, doomed)
-        shutil.rmtree(doomed)
+        _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all in it, a file, or a link without what it points to; nothing if absent."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _Damaged(Exception):
@@ -213,9 +221,9 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
         expected = manifest.pop("crc32")
     except OSError as error:
         raise _Damaged(f"{_MANIFEST} cannot be read ({error.strerror})") from error
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged(f"{_MANIFEST} is not what was written") from error
-    if zlib.crc32(json.dumps(manifest).encode()) != expected:
+    if not isinstance(manifest, dict) or zlib.crc32(json.dumps(manifest).encode()) != expected:
         raise _Damaged(f"{_MANIFEST} is not what was written (checksum differs)")
     if manifest["format"] != _FORMAT:
         raise UserError(
@@ -241,14 +249,6 @@ def _fault(path: Path, name: str, bytes: int, crc32: int) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def _sync_tree(folder: Path) -> None:

@@ -91,6 +91,7 @@ def warmup(config: Config, run: RunDir) -> None:
     if (run.path / "model" / "config.json").is_file():
         print(f"{run.path}/model is there already; nothing to do")
         return
+    run.keep_files(task.files)
     trainer = Trainer(config, task.vocab_size)
     checkpoints = Checkpoints(run.path / "checkpoints", trainer, config.keep_checkpoints)
     state = checkpoints.restore() or {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}

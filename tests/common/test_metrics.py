@@ -174,6 +174,37 @@ def test_tensorboard_holds_the_values_and_restarts_at_the_resume_step(tmp_path):
     assert [e.step for e in second[2:]] == [1, 2]
 
 
+def shown(directory):
+    """Steps of reward/mean as TensorBoard shows them."""
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    board = event_accumulator.EventAccumulator(str(directory / "tensorboard"))
+    board.Reload()
+    return [event.step for event in board.Scalars("reward/mean")]
+
+
+def test_tensorboard_shows_each_step_once_after_a_kill_in_the_first_steps(tmp_path):
+    run(tmp_path, 0, 2)  # killed before any checkpoint: it starts at step 0 again
+    run(tmp_path, 0, 3)
+    assert shown(tmp_path) == [0, 1, 2]
+
+
+def test_tensorboard_keeps_the_order_when_the_clock_goes_back(tmp_path, monkeypatch):
+    run(tmp_path, 0, 3)
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    run(tmp_path, 2, 5)
+    assert shown(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_tensorboard_sorts_after_files_named_by_the_clock(tmp_path):
+    run(tmp_path, 0, 3)
+    (old,) = (tmp_path / "tensorboard").iterdir()
+    old.rename(old.with_name("events.out.tfevents.1764547200.17.0"))
+    run(tmp_path, 1, 4)
+    assert shown(tmp_path) == [0, 1, 2, 3]
+
+
 def test_tensorboard_loads_no_framework_and_metrics_imports_lazily(tmp_path):
     code = (
         "import sys\nimport common.metrics as m\n"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from common import overrides, run_dir
-from common.config import Config, LearnerConfig, RolloutConfig, TaskConfig
+from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
 from common.errors import UserError
 
 
@@ -97,7 +97,7 @@ def test_a_file_and_a_foreign_directory_are_refused_untouched(tmp_path):
     (model / "run.json").write_text('{"kind": "something else"}')
     assert "was not written by sparrow" in refused(model)
     (model / "run.json").write_text("[")
-    assert "is no JSON" in refused(model)
+    assert "not a JSON file" in refused(model)
 
 
 def test_a_directory_without_permission_is_refused(tmp_path):
@@ -142,6 +142,110 @@ def test_a_first_start_that_was_killed_between_its_two_writes_can_go_on(tmp_path
     (tmp_path / ".config.json.abc.tmp").write_text("{")
     run_dir.open_run(tmp_path, Config(num_steps=2), "train").close()
     assert run_dir.read_config(tmp_path).num_steps == 2
+
+
+def test_a_run_with_results_and_without_its_config_is_refused(tmp_path):
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    give_result(tmp_path)
+    (tmp_path / "config.json").write_text("null")
+    assert "config.json: expected a JSON object, got NoneType; restore" in refused(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "its config.json is gone; restore it" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"command": None}, {"starts": 7}, {"starts": [1]}, {"files": []}, {"files": {"a": 1}}],
+)
+def test_a_damaged_run_json_is_one_line(tmp_path, change):
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(record | change))
+    assert "run.json is damaged" in refused(tmp_path)
+    for text in ("null", "[" * 100_000, "9" * 5000):
+        (tmp_path / "run.json").write_text(text)
+        assert "run.json" in refused(tmp_path)
+
+
+def opened(path, folder, files):
+    """Open a run that starts from the model in `folder` and give it its files."""
+    config = Config(model=ModelConfig(path=str(folder)))
+    with run_dir.open_run(path, config, "train") as run:
+        run.keep_files(files)
+
+
+def test_a_run_goes_on_with_the_files_that_it_was_started_with_only(tmp_path, capsys):
+    run, model, rows = tmp_path / "run", tmp_path / "model", tmp_path / "rows.jsonl"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"123456789")
+    rows.write_text("a\n")
+    opened(run, model, [rows])
+    kept = json.loads((run / "run.json").read_text())["files"]
+    # The published check value of CRC-32: 123456789 -> cbf43926.
+    assert kept[str(model / "model.safetensors")] == "crc32:cbf43926"
+    sha = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"  # of {}
+    assert kept[str(model / "config.json")] == f"sha256:{sha}"
+    rows.write_text("b\n")
+    opened(run, model, [rows])  # without results there is nothing to protect
+    give_result(run)
+    opened(run, model, [rows])
+    for path, text in (
+        (model / "model.safetensors", "x"),
+        (model / "config.json", "[]"),
+        (rows, "c"),
+    ):
+        good = path.read_text()
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"{path.name}: is not what it was at the run's start"):
+            opened(run, model, [rows])
+        path.write_text(good)
+    extra = model / "b.safetensors"
+    extra.write_text("x")
+    with pytest.raises(UserError, match="b.safetensors: was not there at the run's start"):
+        opened(run, model, [rows])
+    extra.unlink()
+    with pytest.raises(UserError, match="rows.jsonl: is gone, which was there at the run's start"):
+        opened(run, model, [])
+    opened(run, model, [rows])
+    assert capsys.readouterr().out == ""
+
+
+def test_an_old_run_without_checksums_says_so_once_and_keeps_them(tmp_path, capsys):
+    (tmp_path / "rows").write_text("a")
+    opened(tmp_path / "run", "", [])
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    del record["files"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    give_result(tmp_path / "run")
+    for _ in range(2):
+        opened(tmp_path / "run", "", [tmp_path / "rows"])
+    assert capsys.readouterr().out.count("started without checksums of its files") == 1
+    (tmp_path / "rows").write_text("b")
+    with pytest.raises(UserError, match="rows: is not what it was"):
+        opened(tmp_path / "run", "", [tmp_path / "rows"])
+
+
+def test_a_planted_lock_is_refused_and_what_it_points_to_untouched(tmp_path):
+    (tmp_path / "precious").write_text("data")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "precious")
+    assert "run.lock is a symbolic link; remove it" in refused(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "data"
+    (tmp_path / "run" / "run.lock").unlink()
+    os.mkfifo(tmp_path / "run" / "run.lock")
+    assert "no regular file; remove it" in refused(tmp_path / "run")
+
+
+def test_temporary_files_of_a_killed_writer_are_removed_at_the_next_start(tmp_path):
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    (tmp_path / "precious").write_text("data")
+    for name in (".config.json.abc.tmp", "tmp671c9mjd.tmp"):
+        (tmp_path / name).write_text("{")
+    (tmp_path / "link.tmp").symlink_to(tmp_path / "precious")
+    run_dir.open_run(tmp_path, Config(), "train").close()
+    names = ["config.json", "precious", "run.json", "run.lock"]
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 def test_read_config_wants_a_run(tmp_path):

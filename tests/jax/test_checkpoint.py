@@ -130,6 +130,26 @@ def test_half_written_folders_are_removed(two):
     assert names(two) == ["step_00000003", "step_00000012"]
 
 
+def test_odd_things_called_tmp_are_removed_and_what_a_link_points_to_is_not(two, tmp_path):
+    (two / "tmp_x").write_text("file")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "data").write_text("data")
+    (two / "tmp_y").symlink_to(tmp_path / "precious")
+    assert_restores(two, 12)
+    assert names(two) == ["step_00000003", "step_00000012"]
+    assert (tmp_path / "precious" / "data").read_text() == "data"
+
+
+def test_a_manifest_nested_without_end_is_damage(two, capsys):
+    (two / "step_00000012" / "manifest.json").write_text("[" * 100_000)
+    assert_restores(two, 3)
+    assert "manifest.json is not what was written" in capsys.readouterr().err
+    for text in ("[]", "null", "9" * 5000):
+        (two / "step_00000003" / "manifest.json").write_text(text)
+        with pytest.raises(checkpoint._Damaged, match="not what was written"):
+            checkpoint._verified_manifest(two / "step_00000003")
+
+
 def files_of(folder):
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
