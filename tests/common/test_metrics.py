@@ -6,6 +6,7 @@ import math
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -176,9 +177,8 @@ def test_tensorboard_holds_the_values_and_restarts_at_the_resume_step(tmp_path):
 
 def shown(directory):
     """Steps of reward/mean as TensorBoard shows them."""
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
+    from tensorboard.backend.event_processing import event_accumulator
+
     board = event_accumulator.EventAccumulator(str(directory / "tensorboard"))
     board.Reload()
     return [event.step for event in board.Scalars("reward/mean")]
