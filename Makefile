@@ -25,7 +25,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test study smollm2 smollm2-sampled crosscheck crosscheck-vllm bench tpu-compile gpu-compile lint lock clean
+.PHONY: help demo test test-perturbed study smollm2 smollm2-sampled crosscheck crosscheck-vllm bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -79,6 +79,29 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+
+# Instructions of XLA, torch and oneDNN as on older CPUs, sums in blocks or term after term, one thread
+# or two. What passed since the code was last changed is not run again.
+PERTURBED := $(filter-out %compile.py %bench.py,$(wildcard tests/torch/test_*.py tests/jax/test_*.py tests/kernels/test_*.py))
+perturbed-sse perturbed-avx512: export OMP_NUM_THREADS := 2
+perturbed-sse perturbed-avx512: export XLA_FLAGS += --xla_cpu_experimental_ynn_fusion_type=
+perturbed-sse: export XLA_FLAGS += --xla_cpu_max_isa=SSE4_2
+perturbed-avx2: export XLA_FLAGS += --xla_cpu_max_isa=AVX2
+perturbed-avx512: export XLA_FLAGS += --xla_cpu_max_isa=AVX512
+perturbed-sse: export ATEN_CPU_CAPABILITY := default
+perturbed-avx2: export ATEN_CPU_CAPABILITY := avx2
+perturbed-avx512: export ATEN_CPU_CAPABILITY := avx512
+perturbed-sse: export ONEDNN_MAX_CPU_ISA := SSE41
+perturbed-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+perturbed-avx512: export ONEDNN_MAX_CPU_ISA := AVX512_CORE
+perturbed-%: export JAX_COMPILATION_CACHE_DIR = $(CURDIR)/runs/perturbed/$*/.compiled
+perturbed-%: $(VENV)/.test
+	@failed=; for file in $(PERTURBED); do passed=runs/perturbed/$*/$$file; mkdir -p $$(dirname $$passed); \
+	    test -f $$passed && test -z "$$(find . -path './.*' -prune -o -path ./runs -prune -o -name '*.py' -newer $$passed -print)" && continue; \
+	    echo "$* $$file"; $(BIN)/python -m pytest -q $$file && touch $$passed || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed under $*:$$failed" >&2; exit 1; }
+
+test-perturbed: perturbed-sse perturbed-avx2 perturbed-avx512 ## both backends' tests, rounded in three other ways, an hour or two, resumable (-k: all three, failed or not)
 
 study: $(VENV)/.base ## dense, fixed and scheduled with 6 seeds, about 40 minutes, resumable
 	$(SPARROW) study --config=$(CONFIG) --seeds=6 --out=$(STUDY)
