@@ -113,11 +113,13 @@ def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
         vocab = backend.get_vocab(with_added_tokens=True)
         template = None if hf.chat_template is None else hf.get_chat_template()
         backend.decode(backend.encode("a").ids)
+    if not isinstance(template, str | None):
+        raise ValueError(f"{path.parent}: chat_template is a {type(template).__name__}, no text")
     vocab_size = 1 + max(vocab.values())
     return TextCodec(
         tokenizer=backend,
         hf=hf,
-        template=_at_date(template, date) if template else None,
+        template=_at_date(template, date) if template else template,
         stop_ids=_stop_ids(path, content, beside, hf.eos_token, vocab),
         pad_id=vocab.get(hf.pad_token, 0),
         vocab_size=vocab_size,
@@ -175,10 +177,10 @@ def _stop_ids(
     stops = set()
     if eos_token is not None:
         added = beside.get("tokenizer_config.json", {}).get("added_tokens_decoder", {})
-        if eos_token not in _tokens(content, added):
-            raise ValueError(
-                f"{folder}: eos_token {eos_token!r} is no token of {path.name}; name one that is"
-            )
+        with _in_one_line(f"{folder}: damaged list of tokens"):
+            known = _tokens(content, added)
+        if eos_token not in known:
+            raise ValueError(f"{folder}: eos_token {eos_token[:80]!r} is no token of {path.name}")
         stops.add(vocab[eos_token])
     for name in ("config.json", "generation_config.json"):
         found = beside.get(name, {}).get("eos_token_id")
@@ -187,7 +189,7 @@ def _stop_ids(
         for stop in found if isinstance(found, list) else [] if found is None else [found]:
             if type(stop) is not int or not 0 <= stop <= max(vocab.values()):
                 raise ValueError(
-                    f"{folder / name}: eos_token_id={found!r}, expected token ids in "
+                    f"{folder / name}: eos_token_id={str(found)[:80]}, expected token ids in "
                     f"[0, {max(vocab.values())}]"
                 )
             stops.add(stop)

@@ -217,7 +217,9 @@ def _answer(row: Row, chase: PointerChase | None) -> dict[str, Any]:
         chain = truth.get("chain") if isinstance(truth, dict) else None
         symbols = range(chase.num_symbols)
         if not isinstance(chain, list) or not chain or not all(x in symbols for x in chain):
-            raise ValueError(f"ground_truth={truth!r}: expected {{'chain': [symbol numbers]}}")
+            raise ValueError(
+                f"ground_truth={str(truth)[:100]}: expected {{'chain': [symbol numbers]}}"
+            )
         return {"chain": [int(x) for x in chain]}
     if source.rpartition("/")[2] == "gsm8k":
         require("math_verify")
@@ -226,9 +228,9 @@ def _answer(row: Row, chase: PointerChase | None) -> dict[str, Any]:
         generator = source.removeprefix(reasoning.PREFIX)
         reasoning.check_generator(generator, {})
         if not isinstance(truth, dict) or "answer" not in truth:
-            raise ValueError(f"ground_truth={truth!r}: expected the generator's entry")
+            raise ValueError(f"ground_truth={str(truth)[:100]}: expected the generator's entry")
         return reasoning.make_answer(generator, {}, {"metadata": {}, **truth})
     raise ValueError(
-        f"data_source={source!r}: no scorer; known: pointer_chase, openai/gsm8k, "
+        f"data_source={source[:80]!r}: no scorer; known: pointer_chase, openai/gsm8k, "
         "reasoning_gym:<generator>"
     )

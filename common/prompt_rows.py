@@ -82,7 +82,7 @@ def _checked(where: str, row: Any) -> Row:
             raise ValueError(f"{where}: column {column!r} is missing")
     source, messages, model = (row[column] for column in _COLUMNS)
     if not isinstance(source, str):
-        raise ValueError(f"{where}: data_source={source!r}, expected a string")
+        raise ValueError(f"{where}: data_source={str(source)[:80]!r}, expected a string")
     if not isinstance(model, dict) or model.get("ground_truth") is None:
         raise ValueError(f"{where}: column 'reward_model.ground_truth' is missing")
     if not isinstance(messages, list):
