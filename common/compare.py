@@ -16,6 +16,7 @@ from common import deviations, tolerances
 from common.deviations import Row
 from common.errors import UserError
 from common.mismatch import quantile
+from common.schedule import token_bins
 from common.trace_file import IDENTITY, Trace, differ
 
 STAGES = ("forward", "score", "replay", "decode", "grpo", "grad", "step", "stream")
@@ -169,7 +170,7 @@ def _floor(a: Trace, b: Trace, same_BT: np.ndarray) -> list[tuple]:
     position = np.arange(same_BT.shape[1])
     valid = same_BT & (position >= a["tokens/prompt_len"][:, None])
     used = np.flatnonzero(valid.any(0))
-    bins = used // a.bin_tokens
+    bins = token_bins(used, a.bin_tokens)
     out = []
     for part in (used[bins == i] for i in np.unique(bins)):
         found = alpha[:, part][valid[:, part]]

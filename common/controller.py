@@ -33,8 +33,8 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.profile_file import quantile_name
-from common.schedule import DENSE, Schedule
-from common.tail_share import MIN_SEQUENCES, Share
+from common.schedule import DENSE, Schedule, token_bins
+from common.tail_share import MIN_UNITS, Share
 
 ADAPTED = "schedule-adapted.json"
 """File of the adapted schedule in the run directory, renewed with each checkpoint."""
@@ -109,14 +109,19 @@ class Controller:
             sized_for=self.ladder[-2],
         )
 
-    def update(self, alpha_BT: np.ndarray, mask_BT: np.ndarray) -> dict[str, Any]:
+    def update(
+        self, alpha_BT: np.ndarray, mask_BT: np.ndarray, group_B: np.ndarray
+    ) -> dict[str, Any]:
         """Judge each bin by alpha of the replayed rows, change budgets; controller/* values.
 
         alpha_BT: exact acceptance rate of the tokens in mask_BT, under the current schedule.
+        group_B: prompt of each row. Samples of one prompt count as one independent observation.
         """
         before = self.schedule.budgets
         self._reasons = {}
-        falling, calm = self._observe(np.asarray(alpha_BT), np.asarray(mask_BT, bool))
+        falling, calm = self._observe(
+            np.asarray(alpha_BT), np.asarray(mask_BT, bool), np.asarray(group_B)
+        )
         for b in falling:
             self._fail(b)
         for b, share in falling.items():
@@ -149,24 +154,28 @@ class Controller:
         }
         dataclasses.replace(schedule, provenance=provenance).save(path)
 
-    def _observe(self, alpha: np.ndarray, mask: np.ndarray) -> tuple[dict[int, float], list[int]]:
+    def _observe(
+        self, alpha: np.ndarray, mask: np.ndarray, group_B: np.ndarray
+    ) -> tuple[dict[int, float], list[int]]:
         """Add a step to the estimates; bins under tau (share), bins calm for `patience` steps."""
         c = self._config
         falling: dict[int, float] = {}
         calm: list[int] = []
         low, high = mask & (alpha < c.tau), mask & (alpha < c.tau + c.controller_margin)
+        bin_T = token_bins(np.arange(mask.shape[1]), c.bin_tokens)
+        _, group_B = np.unique(group_B, return_inverse=True)
         for b, state in enumerate(self.bins):
-            span = slice(b * c.bin_tokens, (b + 1) * c.bin_tokens)
-            n_B, low_B, high_B = (m[:, span].sum(1) for m in (mask, low, high))
-            if not n_B.any():
+            rows = (m[:, bin_T == b].sum(1) for m in (mask, low, high))
+            n_G, low_G, high_G = (np.bincount(group_B, weights=row) for row in rows)
+            if not n_G.any():
                 continue
             state.age += 1
             # A bin that few responses reach remembers more steps, until min_tokens are together.
-            enough = (c.min_tokens + 1 - n_B.sum()) / state.low.wn if state.low.wn else 1.0
+            enough = (c.min_tokens + 1 - n_G.sum()) / state.low.wn if state.low.wn else 1.0
             decay = float(np.clip(enough, 1 - 1 / c.controller_window, 1.0))
-            state.low = state.low.add(n_B, low_B, decay)
-            state.high = state.high.add(n_B, high_B, decay)
-            tests = (state.low, POOL_Z), (Share().add(n_B, low_B, 0.0), STEP_Z)
+            state.low = state.low.add(n_G, low_G, decay)
+            state.high = state.high.add(n_G, high_G, decay)
+            tests = (state.low, POOL_Z), (Share().add(n_G, low_G, 0.0), STEP_Z)
             under = [share.share for share, z in tests if self._under(share, z)]
             if under:
                 falling[b] = max(under)
@@ -275,12 +284,13 @@ def check_controller(config: Config, start: Schedule | None) -> None:
             "mismatch.controller=True with mismatch.every=0: the controller lives on the exact "
             "replay; set mismatch.every=1, or mismatch.controller=False"
         )
-    rows = min(c.num_rows, config.rollout.prompts_per_step * config.rollout.samples_per_prompt)
-    if rows * (2 * c.controller_window - 1) < MIN_SEQUENCES:
+    prompts = min(c.num_rows, config.rollout.prompts_per_step)
+    if prompts * (2 * c.controller_window - 1) < MIN_UNITS:
         raise UserError(
-            f"mismatch.controller=True with mismatch.num_rows={c.num_rows} and "
-            f"mismatch.controller_window={c.controller_window}: {rows} rows tell nothing about the "
-            "spread between rows; set mismatch.num_rows=8"
+            f"mismatch.controller=True with mismatch.num_rows={c.num_rows}, "
+            f"mismatch.controller_window={c.controller_window} and rollout.prompts_per_step="
+            f"{config.rollout.prompts_per_step}: rows of {prompts} prompts tell nothing about the "
+            "spread between prompts; set mismatch.controller_window=8"
         )
     if len(start.budgets) > 1 and start.bin_tokens % c.bin_tokens:
         raise UserError(

@@ -36,6 +36,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from common.schedule import token_bins
+
 _LOG_LIMIT = 80.0
 
 
@@ -225,14 +227,12 @@ def by_bin(
     correction: Correction | None = None,
     logp_sparse_BT: np.ndarray | None = None,
 ) -> dict[int, dict[str, float]]:
-    """`summary` of each length bin: bin = position in the sequence // bin_tokens.
+    """`summary` of each length bin (of the query that made a token: schedule.token_bins).
 
     Only bins that have tokens; with `correction` its weights are summarised too.
     """
-    if bin_tokens < 1:
-        raise ValueError(f"{bin_tokens=}: expected at least 1")
     mask = np.asarray(mask_BT, bool)
-    bin_T = np.arange(mask.shape[1]) // bin_tokens
+    bin_T = token_bins(np.arange(mask.shape[1]), bin_tokens)
     return {
         int(b): summary(
             log_ratio_BT,

@@ -15,7 +15,8 @@ _REQUIRED = ("format", "model", "page_size", "bin_tokens", "quantiles", "rows")
 _TEXTS, _LISTS = ("source", "interval", "policy"), ("shape", "topk")
 _OPTIONAL = ("versions", "summary", "halves", *_TEXTS, *_LISTS)
 MAX_BINS = 2**16
-_ROW = ("k", "bin", "start", "end", "count", "num_sequences", "enough")
+_ROW = ("k", "bin", "start", "end", "count", "enough")
+_UNITS = ("num_units", "num_sequences")
 
 
 def load_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -23,15 +24,17 @@ def load_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
 
         {"format": "sparrow-profile-1", "model": "...", "page_size": 16, "bin_tokens": 64,
          "quantiles": [0.01, 0.05], "versions": {...}, "rows": [
-          {"k": 4, "bin": 0, "start": 0, "end": 64, "count": 900, "num_sequences": 64,
+          {"k": 4, "bin": 0, "start": 0, "end": 64, "count": 900, "num_units": 16,
            "mean": 0.99, "p1": 0.4, "p5": 0.9, "p50": 1.0, "share_above_0_999": 0.8, "p1_low": 0.3,
            "p1_high": 0.5, "p5_low": 0.88, "p5_high": 0.93, "enough": true}, ...]}
 
     k is "dense" in rows that compare dense with dense. Statistics may be null where enough is
-    false. One row per (k, bin). Optional: "halves", two objects {"rows": [...]} of the same kind
-    over two disjoint halves of the prompts (common/schedule_validation.py); "source", "interval",
-    "policy", strings: what was measured, how intervals were made, how pages are selected; "shape",
-    "topk", lists; "summary", "versions". Returns the object as it is; raises ValueError, one line.
+    false. One row per (k, bin). num_units: prompts, or blocks of a text; older profiles have
+    "num_sequences", and intervals that took samples of one prompt for independent. Optional:
+    "halves", two objects {"rows": [...]} of the same kind over two disjoint halves of the prompts
+    (common/schedule_validation.py); "source", "interval", "policy", strings: what was measured, how
+    intervals were made, how pages are selected; "shape", "topk", lists; "summary", "versions".
+    Returns the object as it is; raises ValueError, one line.
     """
     data = read(Path(path), PROFILE_FORMAT)
     check_profile(data, str(path))
@@ -75,14 +78,15 @@ def _check_rows(rows: Any, quantiles: Sequence[str], width: int, where: str) -> 
     seen = set()
     for i, row in enumerate(rows):
         at = f"{where}[{i}]"
-        keys(row, list(dict.fromkeys([*_ROW, *values])), at)
+        keys(row, list(dict.fromkeys([*_ROW, *values])), at, _UNITS)
         k = row["k"] if row["k"] == "dense" else integer(row["k"], f"{at}.k", 0, DENSE)
         b = integer(row["bin"], f"{at}.bin", 0, MAX_BINS - 1)
         if (row["start"], row["end"]) != (b * width, (b + 1) * width) or (k, b) in seen:
             raise ValueError(f"{at}: bin {b} of k={k} is stated twice or not {width} tokens wide")
         seen.add((k, b))
         integer(row["count"], f"{at}.count", 0)
-        integer(row["num_sequences"], f"{at}.num_sequences", 0)
+        for name in (name for name in _UNITS if name in row):
+            integer(row[name], f"{at}.{name}", 0)
         if not isinstance(row["enough"], bool):
             raise ValueError(f"{at}.enough={row['enough']!r}: expected true or false")
         for value in values:

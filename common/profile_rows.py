@@ -17,16 +17,17 @@ QUANTILES = (0.01, 0.05)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """alpha of one budget. Rows are independent: what the bootstrap draws.
+    """alpha of one budget.
 
-    k: budget, or "dense". half_B: 0 or 1, which half of the prompts a row belongs to; None if there
-    is only one prompt. estimate_BT: alpha from the top log-probs, if it was asked for.
+    k: budget, or "dense". group_B: the prompt of each row (0, 1, ...): rows of one prompt are one
+    independent unit, and even and odd prompts are the two halves of the profile. estimate_BT: alpha
+    from the top log-probs, if it was asked for.
     """
 
     k: int | str
     alpha_BT: np.ndarray
     mask_BT: np.ndarray
-    half_B: np.ndarray | None = None
+    group_B: np.ndarray
     estimate_BT: np.ndarray | None = None
 
 
@@ -36,15 +37,15 @@ class Profile:
     def __init__(
         self, config: Config, *, model: str, source: str, policy: str, block: int | None = None
     ):
-        """block: tokens of a block that the bootstrap draws; None = it draws sequences."""
-        c, drawn = config.mismatch, "sequences" if block is None else f"blocks of {block} tokens"
+        """block: tokens of a block of text, the unit of intervals; None = prompts are the units."""
+        c, units = config.mismatch, "prompts" if block is None else f"blocks of {block} tokens"
         self._how = {"bin_tokens": c.bin_tokens, "min_tokens": c.min_tokens, "block_tokens": block}
         self._engine = config.rollout.engine
         self._top: dict[str, Any] = {
             "format": PROFILE_FORMAT,
             "model": model,
             "source": source,
-            "interval": f"95 %, bootstrap over {drawn}",
+            "interval": f"95 %, leaving out one of the {units} at a time",
             "policy": policy,
             "page_size": config.rollout.page_size,
             "bin_tokens": c.bin_tokens,
@@ -57,12 +58,12 @@ class Profile:
 
     def add(self, m: Measured) -> list[mismatch.BinStats]:
         """Statistics of one budget; returned for whoever wants to print them."""
-        stats = mismatch.statistics(m.alpha_BT, m.mask_BT, **self._how)
+        stats = mismatch.statistics(m.alpha_BT, m.mask_BT, m.group_B, **self._how)
         self._rows += [{"k": m.k, **s.__dict__} for s in stats]
-        if m.half_B is not None:
+        if len(np.unique(m.group_B)) > 1:
             for half, rows in enumerate(self._halves):
-                mask = m.mask_BT & (m.half_B == half)[:, None]
-                part = mismatch.statistics(m.alpha_BT, mask, **self._how)
+                mask = m.mask_BT & (m.group_B % 2 == half)[:, None]
+                part = mismatch.statistics(m.alpha_BT, mask, m.group_B, **self._how)
                 rows += [{"k": m.k, **s.__dict__} for s in part]
         self._shape.append({"k": m.k, **tail_shape.describe(m.alpha_BT, m.mask_BT, stats)})
         if m.estimate_BT is not None:
@@ -72,7 +73,7 @@ class Profile:
     def _compare(self, m: Measured, exact: list[mismatch.BinStats]) -> list[dict[str, Any]]:
         """The estimate beside the exact value, by bin; it is too low by what the lists miss."""
         estimate = np.minimum(m.estimate_BT, 1.0)
-        stats = mismatch.statistics(estimate, m.mask_BT, num_bootstrap=1, **self._how)
+        stats = mismatch.statistics(estimate, m.mask_BT, m.group_B, **self._how)
         return [
             {"k": m.k, "bin": e.bin, "p5": e.p5, "p5_topk": t.p5, "mean_bias": t.mean - e.mean}
             for e, t in zip(exact, stats, strict=True)

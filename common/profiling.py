@@ -43,7 +43,7 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
         f"{config.mismatch.profile_samples}",
         policy="mean",
     )
-    key = [dataclasses.asdict(config), weights_stamp(config.model.path)]
+    key = ["group_B", dataclasses.asdict(config), weights_stamp(config.model.path)]
     summary: list[dict[str, Any]] = []
     with open_parts(config) as parts, Progress("profile") as progress, KeptParts(out, key) as kept:
         budgets = (None, *config.mismatch.budgets)
@@ -67,10 +67,8 @@ def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> 
     if found is None:
         found = _replayed(parts, k, kept)
         kept.put(f"k-{name}", **found)
-    half = found["half_B"] if parts.config.mismatch.profile_prompts > 1 else None
-    stats = content.add(
-        Measured(k=name, alpha_BT=found["alpha_BT"], mask_BT=found["mask_BT"], half_B=half)
-    )
+    arrays = {name: found[name] for name in ("alpha_BT", "mask_BT", "group_B")}
+    stats = content.add(Measured(k=name, **arrays))
     line = json.loads(str(found["line"]))
     for q, v in (("p1", 0.01), ("p5", 0.05)):
         line[f"{q}_min"] = min(mismatch.tail(stats, v).values(), default=None)
@@ -94,7 +92,7 @@ def _replayed(parts: Parts, k: int | None, kept: KeptParts) -> dict[str, Any]:
     return {
         "alpha_BT": replay.alpha_BT,
         "mask_BT": rollout.response_mask_BT,
-        "half_B": rollout.group_B % 2,
+        "group_B": rollout.group_B,
         "line": json.dumps(_line(parts, rollout, schedule, name)),
     }
 

@@ -12,7 +12,7 @@ from common.config import Config
 from common.controller import Controller
 from common.corrections import Correction
 from common.protocols import Scorer
-from common.schedule import DENSE, Schedule
+from common.schedule import DENSE, Schedule, token_bins
 from common.types import Rollout, Scored
 
 REPLAY_TOLERANCE = 1e-2
@@ -23,10 +23,18 @@ PROB_GAP_ALARM = 0.01
 """Mean |p_sparse - p_dense| of a dense rollout above this is a precision fault (field practice)."""
 
 
-def replayed_rows(num_rows: int, count: int, step: int) -> np.ndarray:
-    """`count` row numbers for the exact replay, spread over the groups, a function of the step."""
-    start = step % max(num_rows // max(count, 1), 1)
-    return np.unique(np.linspace(start, num_rows, count, endpoint=False, dtype=np.int64) % num_rows)
+def replayed_rows(group_B: np.ndarray, count: int, turn: int) -> np.ndarray:
+    """Rising row numbers for the turn-th exact replay (from 0): `count`, or all if there are fewer.
+
+    All first samples of the prompts come first, then all second ones, and so on; each turn takes
+    the next `count` of this order, around and around. So every row is looked at within
+    ceil(rows / count) turns, and a turn sees as many prompts as it can: they are the independent
+    units. Example: prompts 0 0 1 1, count 2: rows 0 and 2, then 1 and 3.
+    """
+    sample_B = [int((group_B[:i] == g).sum()) for i, g in enumerate(group_B)]
+    order = np.argsort(sample_B, kind="stable")
+    count = min(count, len(order))
+    return np.sort(order[(turn * count + np.arange(count)) % len(order)])
 
 
 def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule | None) -> dict:
@@ -105,10 +113,11 @@ def describe_mismatch(
     )  # fmt: skip
     exact: dict[int, Mapping[str, Any]] = {}
     if schedule is not None and c.every and step % c.every == 0:
-        rows = replayed_rows(len(mask), c.num_rows, step)
+        rows = replayed_rows(rollout.group_B, c.num_rows, step // c.every)
+        group_B = rollout.group_B[rows]
         replay = scorer.replay(rollout, rows, schedule)
         stats = mismatch.statistics(
-            replay.alpha_BT, mask[rows], bin_tokens=c.bin_tokens, min_tokens=c.min_tokens, seed=step
+            replay.alpha_BT, mask[rows], group_B, bin_tokens=c.bin_tokens, min_tokens=c.min_tokens
         )
         exact = {s.bin: s.__dict__ for s in stats}
         p5, p1 = mismatch.tail(stats, 0.05), mismatch.tail(stats, 0.01)
@@ -120,9 +129,9 @@ def describe_mismatch(
             "mismatch/replay_error": float(error),
         }
         verdict = mismatch.verdict(stats, c.tau, c.quantile)
-        if verdict.failing:
+        if verdict.certain:  # a point estimate under tau is luck too often: it stays in the record
             ranges = ", ".join(
-                f"{b * c.bin_tokens}-{(b + 1) * c.bin_tokens}" for b in verdict.failing
+                f"{b * c.bin_tokens}-{(b + 1) * c.bin_tokens}" for b in verdict.certain
             )
             alarms.append(
                 f"p{c.quantile * 100:g} of alpha under tau={c.tau:g} at positions {ranges}"
@@ -131,7 +140,7 @@ def describe_mismatch(
         if error > (REPLAY_TOLERANCE if strict else BFLOAT16_REPLAY_TOLERANCE):
             alarms.append(f"replay and decode differ by {error:.1e} in a log-prob")
         if controller is not None:
-            values |= controller.update(replay.alpha_BT, mask[rows])
+            values |= controller.update(replay.alpha_BT, mask[rows], group_B)
     return values, _merge_bins(per_bin, exact, schedule, c.bin_tokens), alarms
 
 
@@ -154,5 +163,8 @@ def add_clip_fraction(
     """Put the share of response tokens whose ratio the update clipped into each bin's dict."""
     tokens_T = rollout.response_mask_BT.sum(0)
     for entry in bins:
-        span = slice(entry["bin"] * width, (entry["bin"] + 1) * width)
-        entry["clip_fraction"] = float(clipped_T[span].sum() / max(tokens_T[span].sum(), 1))
+        clipped, tokens = (
+            x[token_bins(np.arange(len(x)), width) == entry["bin"]].sum()
+            for x in (clipped_T, tokens_T)
+        )
+        entry["clip_fraction"] = float(clipped / max(tokens, 1))

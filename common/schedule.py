@@ -35,6 +35,19 @@ NUM_RESERVED = 3
 """Pages read whatever the budget: the first and the last two."""
 
 
+def token_bins(positions: np.ndarray, bin_tokens: int) -> np.ndarray:
+    """Length bin of the tokens at 0-based `positions`: that of the query that made each of them.
+
+        bin(t) = (t - 1) // bin_tokens
+
+    Token t is sampled by the query at t - 1, under the budget of its position. So bin b holds the
+    tokens of the queries at b w ... b w + w - 1. Token 0 no query made; it counts as of bin 0.
+    """
+    if bin_tokens < 1:
+        raise ValueError(f"{bin_tokens=}: expected at least 1")
+    return np.maximum(np.asarray(positions) - 1, 0) // bin_tokens
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Budget (number of top-k pages) as a function of the query's position.

@@ -3,7 +3,7 @@
 A test of a quantile needs no stored values: p_q < tau is the same as "more than a share q of the
 tokens has alpha < tau". So the interval of a quantile is that of a share, turned around (Woodruff,
 1952, "Confidence intervals for medians and other position measures"). Tokens of one sequence depend
-on each other: sequences are the independent units.
+on each other, and so do the samples of one prompt: prompts are the independent units.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 
 import numpy as np
 
-MIN_SEQUENCES = 3.0
-"""With fewer (effective) sequences nothing is known about the spread between them."""
+MIN_UNITS = 3.0
+"""With fewer (effective) units nothing is known about the spread between them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """Share of tokens with alpha under a threshold; sequence i counts with weight w (its decay).
+    """Share of tokens with alpha under a threshold; unit i, a prompt, has weight w (its decay).
 
-        share    = sum w x / sum w n          n tokens of sequence i, x of them under the threshold
-        m        = (sum w n)^2 / sum (w n)^2                      effective number of sequences
+        share    = sum w x / sum w n          n tokens of unit i, x of them under the threshold
+        m        = (sum w n)^2 / sum (w n)^2                      effective number of units
         variance = max(m / (m - 1) sum w^2 (x - share n)^2, q (1 - q) sum w^2 n) / (sum w n)^2
 
     The second term, independent tokens at the share q in question, keeps a sample without any
@@ -36,9 +36,9 @@ class Share:
     w2nx: float = 0.0
     w2xx: float = 0.0
 
-    def add(self, n_B: np.ndarray, x_B: np.ndarray, decay: float) -> Share:
-        """Older weights times `decay`, then sequences with n_B tokens, x_B of them under."""
-        n, x = np.float64(n_B), np.float64(x_B)
+    def add(self, n_G: np.ndarray, x_G: np.ndarray, decay: float) -> Share:
+        """Older weights times `decay`, then units with n_G tokens, x_G of them under."""
+        n, x = np.float64(n_G), np.float64(x_G)
         return Share(
             wn=decay * self.wn + float(n.sum()),
             wx=decay * self.wx + float(x.sum()),
@@ -56,7 +56,7 @@ class Share:
     def interval(self, q: float, z: float) -> tuple[float, float]:
         """share -+ t sqrt(variance), t of m - 1 degrees of freedom where the normal one is z."""
         m = self.wn**2 / self.w2nn if self.w2nn else 0.0
-        if m < MIN_SEQUENCES:
+        if m < MIN_UNITS:
             return 0.0, 1.0
         p = self.share
         between = m / (m - 1) * (self.w2xx - 2 * p * self.w2nx + p**2 * self.w2nn)

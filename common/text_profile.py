@@ -24,7 +24,7 @@ from common.run_dir import atomic_write_text
 from common.setup import engine_package
 
 BLOCK_TOKENS = 64
-"""Blocks that the bootstrap draws; a text has no other independent pieces."""
+"""Blocks that intervals take for independent; a text has no other such pieces."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,9 +153,12 @@ def _join(k: int, pieces: list[Any]) -> Measured:
     estimate = None
     if "estimate_BT" in pieces[0]:
         estimate = np.concatenate([piece["estimate_BT"] for piece in pieces])
-    half = np.arange(len(mask)) % 2 if len(mask) > 1 else None
     return Measured(
-        k=k, alpha_BT=np.clip(alpha_WT, 0, 1), mask_BT=mask, half_B=half, estimate_BT=estimate
+        k=k,
+        alpha_BT=np.clip(alpha_WT, 0, 1),
+        mask_BT=mask,
+        group_B=np.arange(len(mask)),
+        estimate_BT=estimate,
     )
 
 

@@ -58,12 +58,19 @@ def simulate(truth, *, steps, seed=0, num_bins=4, start=(16,), rows=8, between=N
         now = controller.schedule.budgets
         true = [truth(k, b, step) for b, k in enumerate(now)]
         alpha = np.concatenate([draw(p, rng, rows) for p in true], 1)
-        controller.update(alpha, np.ones(alpha.shape, bool))
+        show(controller, alpha)
         budgets.append(now)
         truths.append(true)
         if between:
             controller = between(controller)
     return np.array(budgets), np.array(truths), controller
+
+
+def show(controller, alpha, mask=None):
+    """An update by alpha of queries: each row is of another prompt, its token 0 has no query."""
+    mask = np.ones(alpha.shape, bool) if mask is None else mask
+    alpha, mask = (np.pad(x, ((0, 0), (1, 0))) for x in (alpha, mask))
+    return controller.update(alpha, mask, np.arange(len(alpha)))
 
 
 def num_changes(budgets):

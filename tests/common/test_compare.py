@@ -12,8 +12,8 @@ def test_a_trace_is_the_same_as_itself(write):
     assert result.ok and result.verdict == "SAME within the tolerances" and not result.notes
     assert len(rows) == 22 and all(row.ok for row in rows.values())
     assert all(row.largest == 0 for row in rows.values())
-    # 4 + 3 response tokens from position 8 on, bins of 5
-    assert [part[:3] for part in result.floor] == [(8, 9, 4), (10, 11, 3)]
+    # 4 + 3 response tokens from position 8 on, bins of 5: the query at 9 made token 10
+    assert [part[:3] for part in result.floor] == [(8, 10, 6), (11, 11, 1)]
     for *_, mean, p5 in result.floor:
         assert mean == pytest.approx(1, abs=1e-6) and p5 == pytest.approx(1, abs=1e-6)
 
@@ -174,13 +174,13 @@ def test_the_floor_is_the_overlap_of_the_two_lists(write):
     (*_, mean, _), *_ = judged(write, other)[0].floor
     assert mean == pytest.approx(0.04 + 19 * min(0.04, 0.76 / 19), abs=1e-3)
 
-    def once(arrays):  # 20 tokens of which b knows none at one of four positions
+    def once(arrays):  # 20 tokens of which b knows none at one of six positions
         arrays["score/top_ids"][0, 8] += 200
         arrays["score/top_logp"][0, 8] = np.log(0.001)
 
     (*_, mean, p5), _ = judged(write, once)[0].floor
     low = 20 * 0.001 + 20 * 0.001 + min(1 - 0.8, 1 - 0.02)
-    assert p5 == pytest.approx(low) and mean == pytest.approx((3 + low) / 4)
+    assert p5 == pytest.approx(low) and mean == pytest.approx((5 + low) / 6)
 
 
 def test_scores_are_matched_to_their_own_steps(write):

@@ -22,6 +22,7 @@ from tests.common.simulated_alpha import (
     draw,
     num_changes,
     p5_of,
+    show,
     simulate,
     start_of,
 )
@@ -123,7 +124,7 @@ def test_a_dense_bin_that_fails_raises_the_bins_whose_keys_it_reads():
         first, _ = controller.schedule.budgets
         seen.append(controller.schedule.budgets)
         alpha = np.concatenate([draw(0.87, rng), draw(0.6 if first < 16 else 0.999, rng)], 1)
-        values = controller.update(alpha, np.ones(alpha.shape, bool))
+        values = show(controller, alpha)
     assert seen[:3] == [(8, DENSE), (12, DENSE), (16, DENSE)] and seen[-1][0] == 16
     assert values["controller/dense_bins"] == sum(k == DENSE for k in controller.schedule.budgets)
 
@@ -133,7 +134,30 @@ def step(controller, *percentiles, seed=0, rows=8):
     rng = np.random.default_rng(seed)
     alpha = np.concatenate([draw(p or 1.0, rng, rows) for p in percentiles], 1)
     mask = np.repeat([p is not None for p in percentiles], WIDTH) & np.ones(alpha.shape, bool)
-    return controller.update(alpha, mask)
+    return show(controller, alpha, mask)
+
+
+def test_a_low_token_belongs_to_the_bin_of_its_query():
+    """Token 64 is made by the query at 63, under the budget of bin 0: bin 0 rises, bin 1 not."""
+    controller = Controller(config_of(2, min_tokens=1), start_of(24, 4))
+    alpha = np.ones((8, 2 * WIDTH + 1))
+    alpha[:, WIDTH] = 0.1
+    mask = np.arange(alpha.shape[1]) >= np.full((8, 1), WIDTH - 4)  # 5 tokens of bin 0: 1 in 5 low
+    for _ in range(3):
+        controller.update(alpha, mask, np.arange(8))
+    first, second = controller.schedule.budgets
+    assert first > 24 and second == 4
+
+
+def test_samples_of_one_prompt_are_one_observation():
+    """Eight rows under tau: of eight prompts beyond doubt, of two they decide nothing."""
+    alpha = np.ones((8, WIDTH + 1))
+    alpha[:, 1::4] = 0.1
+    mask = np.arange(WIDTH + 1) > np.zeros((8, 1))
+    for group, budget in ((np.arange(8), 24), (np.arange(8) // 4, 16)):
+        controller = Controller(config_of(2, controller_window=1), start_of(16))
+        controller.update(alpha, mask, group)
+        assert controller.schedule.budgets[0] == budget
 
 
 def test_budgets_that_never_fell_with_length_do_not_fall_and_moves_are_told():
@@ -191,7 +215,7 @@ def test_a_bin_that_few_responses_reach_is_judged_when_its_tokens_are_together(p
     for step in range(60):
         assert controller.schedule.budgets[1] == 16 or step > 8  # nothing is said before
         now = 0.87 if controller.schedule.budgets[1] >= 24 else p5
-        controller.update(draw(now, rng, tokens=2 * WIDTH), np.roll(mask, step, 0))
+        show(controller, draw(now, rng, tokens=2 * WIDTH), np.roll(mask, step, 0))
     assert controller.schedule.budgets == (4, budget)
 
 
@@ -307,7 +331,7 @@ def test_student(z, df, exact):
         ({}, start_of(DENSE, DENSE), "a dense rollout has no budget"),
         ({"every": 0}, start_of(8), "set mismatch.every=1"),
         ({"bin_tokens": 48}, start_of(8, 16), "no multiple of mismatch.bin_tokens=48"),
-        ({"num_rows": 2, "controller_window": 1}, start_of(8), "2 rows tell nothing"),
+        ({"num_rows": 2, "controller_window": 1}, start_of(8), "rows of 2 prompts tell nothing"),
     ],
 )
 def test_refused_in_one_line(change, schedule, words):

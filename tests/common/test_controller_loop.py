@@ -14,6 +14,7 @@ from tests.common.fake_backend import Fake, make_config
 
 def controlled(**rollout):
     """(config, fake): alpha is 1 where the schedule says k = 3 or more, else 0.3."""
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 2, **rollout}
     config = make_config(num_steps=8, rollout=rollout, grpo={"baseline": "greedy"})
     watched = dataclasses.replace(
         config.mismatch, controller=True, budgets=(1, 2, 3, 6), num_rows=8, controller_patience=3

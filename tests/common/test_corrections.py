@@ -173,24 +173,24 @@ def test_k1_has_the_sign_of_kl_from_sparse_to_dense():
 
 
 def test_by_bin():
-    ratios = [[9, 1, 2, 0.5, 4, 9], [9, 9, 1, 1, 9, 9]]
-    mask = [[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]]
+    ratios = [[9, 9, 1, 2, 0.5, 4, 9], [9, 9, 9, 1, 1, 9, 9]]
+    mask = [[0, 0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0, 0]]
     got = correct("token_tis", ratios, mask)
     bins = corrections.by_bin(
         np.log(ratios),
         np.array(mask, bool),
         bin_tokens=2,
         correction=got,
-        logp_sparse_BT=np.zeros((2, 6)),
+        logp_sparse_BT=np.zeros((2, 7)),
     )
     assert list(bins) == [0, 1, 2]
-    # bin 1 (t = 2, 3): ratios 2 .5 1 1; weights the same: ess = 4.5^2 / (4 * 6.25) = .81
+    # bin 1 (tokens 3, 4): ratios 2 .5 1 1; weights the same: ess = 4.5^2 / (4 * 6.25) = .81
     assert bins[1]["num_tokens"] == 4 and bins[1]["ess"] == pytest.approx(0.81)
     assert bins[0]["max_ratio"] == pytest.approx(1) and bins[2]["clipped_fraction"] == 1
     assert sum(b["num_tokens"] for b in bins.values()) == got.stats["correction/num_tokens"]
     plain = corrections.by_bin(np.log(ratios), np.array(mask, bool), bin_tokens=5)
     assert list(plain) == [0] and "ess" not in plain[0]
-    assert corrections.by_bin(np.log(ratios), np.zeros((2, 6), bool), bin_tokens=2) == {}
+    assert corrections.by_bin(np.log(ratios), np.zeros((2, 7), bool), bin_tokens=2) == {}
 
 
 def test_bad_input_is_refused():

@@ -26,7 +26,7 @@ def record(budgets, tokens=300, rows=4, min_tokens=50, model="models/tiny", **mo
             low = rng.random(mask.shape) < 0.4
             alpha[low] = rng.beta(2 + k, 1, low.sum())
         content.add(
-            Measured(k=k, alpha_BT=alpha, mask_BT=mask, half_B=np.arange(rows) % 2,
+            Measured(k=k, alpha_BT=alpha, mask_BT=mask, group_B=np.arange(rows),
                      estimate_BT=None if k == "dense" else 0.99 * alpha)
         )  # fmt: skip
     result = content.record()
@@ -72,7 +72,7 @@ def test_a_figure_for_everything_measured(tmp_path):
         assert f"{row['p5']:.4f}" in text
     for number in (profile["shape"][1]["ks"], profile["shape"][2]["beta_a"]):
         assert f"{number:.4f}" in text
-    for words in ("tau 0.86", "k = 8", "bootstrap over sequences", "policy mean"):
+    for words in ("tau 0.86", "k = 8", "leaving out one of the prompts", "policy mean"):
         assert words in text
     assert "(too few)" not in text
 

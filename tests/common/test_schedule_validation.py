@@ -95,11 +95,11 @@ def measured(half, bad_B, hard):
     rng = np.random.default_rng(half)
     rows = []
     for k in (4, 8):
-        alpha_BT = rng.uniform(0.97, 1.0, (20, 128))
+        alpha_BT = rng.uniform(0.97, 1.0, (20, 129))
         if k == 4:
             alpha_BT[bad_B, ::10] = hard
         stats = mismatch.statistics(
-            alpha_BT, np.ones_like(alpha_BT, bool), bin_tokens=64, min_tokens=100, num_bootstrap=20
+            alpha_BT, np.ones_like(alpha_BT, bool), np.arange(20), bin_tokens=64, min_tokens=100
         )
         rows += [{"k": k, **s.__dict__} for s in stats]
     return {"rows": rows}
@@ -117,17 +117,17 @@ def test_halves_of_measured_rows(bad, held):
 
 
 def test_a_profile_leaves_prompts_out():
-    """Rows 1 and 3, all of half 1, are worse: half 0 shows none of it, the whole shows both."""
+    """Rows 1 and 3, of prompt 1, all of half 1, are worse: half 0 shows none of it."""
     alpha_BT = np.repeat([[0.99], [0.5], [0.99], [0.6]], 200, axis=1)
-    mask_BT, half_B = np.ones((4, 200), bool), np.array([0, 1, 0, 1])
+    mask_BT, group_B = np.ones((4, 200), bool), np.array([0, 1, 0, 1])
     content = Profile(Config(), model="m", source="s", policy="mean")
-    content.add(Measured(k=4, alpha_BT=alpha_BT, mask_BT=mask_BT, half_B=half_B))
+    content.add(Measured(k=4, alpha_BT=alpha_BT, mask_BT=mask_BT, group_B=group_B))
     record = content.record()
     check_profile(record)
     found = [part["rows"][0] for part in (record, *record["halves"])]
     assert [row["p5"] for row in found] == [0.5, 0.99, 0.5]
     assert [row["count"] for row in found] == [800, 400, 400]
-    assert [row["num_sequences"] for row in found] == [4, 2, 2]
+    assert [row["num_units"] for row in found] == [2, 1, 1]
     single = Profile(Config(), model="m", source="s", policy="mean")
-    single.add(Measured(k=4, alpha_BT=alpha_BT[:1], mask_BT=mask_BT[:1]))
+    single.add(Measured(k=4, alpha_BT=alpha_BT[:1], mask_BT=mask_BT[:1], group_B=group_B[:1]))
     assert "halves" not in single.record()

@@ -14,7 +14,7 @@ def described(alpha, mask=None, bin_tokens=50):
     alpha = np.atleast_2d(np.asarray(alpha, np.float64))
     mask = np.ones(alpha.shape, bool) if mask is None else mask
     rows = mismatch.statistics(
-        alpha, mask, bin_tokens=bin_tokens, min_tokens=20, num_bootstrap=2
+        alpha, mask, np.arange(len(alpha)), bin_tokens=bin_tokens, min_tokens=20
     )  # fmt: skip
     return tail_shape.describe(alpha, mask, rows)
 
@@ -97,10 +97,10 @@ def test_description_of_known_tokens():
 
 
 def test_only_the_mask_is_described():
-    alpha = np.full((2, 200), 0.2)
-    alpha[0] = np.linspace(1, 0.5, 200)
+    alpha = np.full((2, 201), 0.2)
+    alpha[0] = np.linspace(1, 0.5, 201)
     mask = np.zeros(alpha.shape, bool)
-    mask[0] = True
+    mask[0, 1:] = True
     got = described(alpha, mask)
     assert got["count"] == 200 and got["pearson_alpha"] == pytest.approx(-1)
     assert got["pearson_p5"] == pytest.approx(-1)

@@ -74,8 +74,9 @@ def test_a_profile_from_ids(profile, model, tmp_path, capsys):
     mask = np.ones((3, T), bool)
     mask[:, 0] = False
     want = mismatch.statistics(
-        np.clip(out.alpha_BT, 0, 1), mask, bin_tokens=BIN, min_tokens=15, block_tokens=64
-    )
+        np.clip(out.alpha_BT, 0, 1), mask, np.arange(len(mask)),
+        bin_tokens=BIN, min_tokens=15, block_tokens=64,
+    )  # fmt: skip
     for row, stats in zip(found["rows"][:2], want, strict=True):
         for name in ("p1", "p5", "p50", "mean", "share_above_0_999", "p5_low", "p5_high"):
             assert row[name] == pytest.approx(getattr(stats, name), abs=1e-5), name
