@@ -56,12 +56,12 @@ def test_a_profile_from_ids(profile, model, tmp_path, capsys):
     assert found["policy"] == "mean" and "blocks of 64 tokens" in found["interval"]
     rows = [(k, b) for k in (1, 3, 100) for b in (0, 1)]
     assert [(r["k"], r["bin"]) for r in found["rows"]] == rows
-    assert [r["count"] for r in found["rows"][:2]] == [3 * (BIN - 1), 3 * BIN]  # token 0 is given
+    assert [r["count"] for r in found["rows"][:2]] == [3 * BIN, 3 * (BIN - 1)]  # token 0 is given
     for row in found["rows"]:
         one = row["k"] == 100 or (row["bin"] == 0 and row["k"] == 3)  # 20 tokens are 5 pages
         assert (row["p1"] > 1 - 1e-6) == one and row["enough"]
     assert [len(half["rows"]) for half in found["halves"]] == [6, 6]
-    assert [half["rows"][1]["count"] for half in found["halves"]] == [2 * BIN, BIN]
+    assert [half["rows"][1]["count"] for half in found["halves"]] == [2 * (BIN - 1), BIN - 1]
     for row in found["topk"]:
         assert row["p5_topk"] <= row["p5"] + 1e-6 and -1 < row["mean_bias"] < 0
     assert [s["k"] for s in found["shape"]] == [1, 3, 100]
@@ -161,8 +161,8 @@ def test_other_policies_read_the_same_bytes_not_the_same_pages(profile, model, t
     equal, plain = scorer.overlaps(
         ids, np.zeros(1, int), map(np.int32, budgets), np.float32(1), policy="window"
     )
-    assert found[1] == pytest.approx(equal.alpha_BT[0, BIN:].mean(), abs=1e-5)
-    assert abs(found[1] - plain.alpha_BT[0, BIN:].mean()) > 1e-3
+    assert found[1] == pytest.approx(equal.alpha_BT[0, BIN + 1 :].mean(), abs=1e-5)
+    assert abs(found[1] - plain.alpha_BT[0, BIN + 1 :].mean()) > 1e-3
 
 
 def test_text_goes_through_the_tokenizer(profile, model, tmp_path):
