@@ -112,7 +112,7 @@ def row_bytes(
 ) -> np.ndarray:
     """KV and landmarks that one decode step reads of each row, in bytes; shape of lengths."""
     options = {"num_dense_layers": num_dense_layers, "kv_bytes": kv_bytes}
-    return sum(row_terms(geometry, schedule, lengths, **options).values(), np.float64(0))
+    return np.sum([*row_terms(geometry, schedule, lengths, **options).values()], axis=0)
 
 
 def step_bytes(

@@ -29,7 +29,7 @@ def layer_shapes(g: ModelConfig) -> dict[str, tuple[int, ...]]:
     L, D, F, N, K, H = (
         g.num_layers, g.hidden_size, g.intermediate_size, g.num_heads, g.num_kv_heads, g.head_dim,
     )  # fmt: skip
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "attn_norm_LD": (L, D),
         "mlp_norm_LD": (L, D),
         "q_LDNH": (L, D, N, H),

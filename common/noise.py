@@ -51,10 +51,10 @@ def _word(x: Words) -> Words:
 
 def _words(*values: Words) -> list[Words]:
     """Brings all to one kind: Python ints beside uint32 arrays become np.uint32, else they stay."""
-    values = [_word(x) for x in values]
-    if any(str(getattr(x, "dtype", "")) == "uint32" for x in values):
-        return [np.uint32(x) if isinstance(x, int) else x for x in values]
-    return list(values)
+    words = [_word(x) for x in values]
+    if any(str(getattr(x, "dtype", "")) == "uint32" for x in words):
+        return [np.uint32(x) if isinstance(x, int) else x for x in words]
+    return words
 
 
 def _rounds(k0: Words, k1: Words, x0: Words, x1: Words, mask: Words) -> tuple[Words, Words]:

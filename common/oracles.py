@@ -22,7 +22,7 @@ Budgets = Callable[[int], int | None]
 
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x**2) + eps) * gain, over the last axis."""
-    x = np.float64(x)
+    x = np.asarray(x, np.float64)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * np.float64(gain)
 
 
@@ -31,7 +31,7 @@ def rope(x_TNH: np.ndarray, positions_T: np.ndarray, theta: float) -> np.ndarray
 
     angle_i = position * theta ** (-2 i / H);  (a, b) -> (a cos - b sin, b cos + a sin)
     """
-    x_TNH = np.float64(x_TNH)
+    x_TNH = np.asarray(x_TNH, np.float64)
     half = x_TNH.shape[-1] // 2
     angle = np.float64(positions_T)[:, None, None] * theta ** (-np.arange(half) / half)
     a, b = x_TNH[..., :half], x_TNH[..., half:]
@@ -55,7 +55,7 @@ def select_pages(
     with the highest dot(mean of the group's queries, mean of the page's keys), ties to the lower
     page. k + 3 >= n, or k None: all pages. Raises ValueError for k < 0.
     """
-    q_NH, k_SKH = np.float64(q_NH), np.float64(k_SKH)
+    q_NH, k_SKH = np.asarray(q_NH, np.float64), np.asarray(k_SKH, np.float64)
     num_kv = k_SKH.shape[1]
     n = num_pages(k_SKH.shape[0] - 1, page_size)
     if k is not None and k < 0:
@@ -102,7 +102,7 @@ def attention(
 
     scale defaults to H ** -0.5. A query that sees no key gives out 0 and log-sum-exp -inf.
     """
-    q_TNH, k_SKH, v_SKH = np.float64(q_TNH), np.float64(k_SKH), np.float64(v_SKH)
+    q_TNH, k_SKH, v_SKH = (np.asarray(x, np.float64) for x in (q_TNH, k_SKH, v_SKH))
     T, N, H = q_TNH.shape
     K = k_SKH.shape[1]
     q_TKRH = q_TNH.reshape(T, K, N // K, H)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -48,6 +49,6 @@ class PagePool:
                 heapq.heappush(self._free, page)
 
 
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold num_tokens tokens."""
+def pages_for(num_tokens: Any, page_size: int) -> Any:
+    """Pages that hold num_tokens tokens; an integer, or an integer array of any shape."""
     return -(-num_tokens // page_size)

@@ -351,18 +351,22 @@ def pages_read(schedule: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 def schedule_steps(runs: Sequence[Run], title: str = "Schedule: pages read") -> str | None:
     """Pages a query reads (budget and reserved ones) over the length; dashed: every page."""
-    drawn = [(i, run) for i, run in enumerate(runs) if isinstance(run.schedule, Mapping)]
+    drawn = [
+        (i, run.name, run.schedule)
+        for i, run in enumerate(runs)
+        if isinstance(run.schedule, Mapping)
+    ]
     if not drawn:
         return None
-    labels = [short(run.name) for _, run in drawn]
+    labels = [short(name) for _, name, _ in drawn]
     with Canvas(title, labels=[*labels, "every page"]) as figure:
         ends, longest = [], 0.0
-        for (i, run), label in zip(drawn, labels, strict=True):
-            x, y = pages_read(run.schedule)
+        for (i, _, schedule), label in zip(drawn, labels, strict=True):
+            x, y = pages_read(schedule)
             figure.axes.plot(x, y, color=color_of(i))
             ends.append((float(y[-1]), label, color_of(i)))
             longest = max(longest, float(x[-1]))
-        all_pages = longest / drawn[0][1].schedule["page_size"]
+        all_pages = longest / drawn[0][2]["page_size"]
         figure.axes.plot((0, longest), (0, all_pages), color=MUTED, linestyle="--", linewidth=1)
         ends.append((all_pages, "every page", MUTED))
         figure.axes.set(xlabel="length, tokens", xlim=(0, longest))

@@ -18,7 +18,7 @@ def page_scores(policy: str, q_NH: np.ndarray, k_SKH: np.ndarray, page_size: int
 
     q_NH: its queries; k_SKH: keys of positions 0 .. S - 1. KeyError for an unknown policy.
     """
-    q_NH, k_SKH = np.float64(q_NH), np.float64(k_SKH)
+    q_NH, k_SKH = np.asarray(q_NH, np.float64), np.asarray(k_SKH, np.float64)
     S, K, H = k_SKH.shape
     M = S // page_size
     q_KRH = q_NH.reshape(K, -1, H)

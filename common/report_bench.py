@@ -32,10 +32,12 @@ def table(path: Path) -> str:
             )
         cells = [f'<td class="number">{value:.3g}</td>' for value in values]
         rows.append([f"<td>{words}</td>", *cells])
-    numbers = {key: data.get(key) for key in _NUMBERS}
-    for key, value in numbers.items():
-        if not is_number(value) or value <= 0:
+    numbers: dict[str, float] = {}
+    for key in _NUMBERS:
+        value = data.get(key)
+        if value is None or not is_number(value) or value <= 0:
             raise ValueError(f"{path}: {key}={value!r}: expected a positive number; measure anew")
+        numbers[key] = value
     whole = numbers["step_dense_ms"] / numbers["step_sparse_ms"]
     words = (
         f"{numbers['batch']:.0f} sequences of {numbers['context']:,.0f} tokens, "

@@ -56,7 +56,7 @@ def subtitle(runs: Sequence[LoadedRun]) -> str:
 def _state(run: LoadedRun) -> str:
     done = run.plot.records[-1]["step"] + 1 if run.plot.records else 0
     total = run.config.get("num_steps")
-    if not is_number(total):
+    if total is None or not is_number(total):
         return f"{done} steps"
     if done >= total:
         return f"complete, {total} steps"
@@ -111,16 +111,21 @@ def _against_dense(runs: Sequence[LoadedRun]) -> list[str]:
     """
     base = dense_run(runs)
     end = held_out(base) if base else None
+    if base is None or end is None or end[2] is None or end[3] is None:
+        return []
     sentences = []
-    for run in runs if end else []:
+    for run in runs:
         mine = held_out(run)
-        if run is base or mine is None or mine[0] != end[0] or None in (*mine, *end):
+        if run is base or mine is None or mine[0] != end[0]:
             continue
-        half = float(np.hypot(mine[3] - mine[2], end[3] - end[2])) / 2
-        gap = mine[1] - end[1]
+        _, reward, low, high = mine
+        if low is None or high is None:
+            continue
+        half = float(np.hypot(high - low, end[3] - end[2])) / 2
+        gap = reward - end[1]
         start = evaluations(run.plot.records)[0]
         words = "the same within this noise" if abs(gap) <= half else "a difference beyond it"
-        if start[0] == 0 and mine[3] < start[1]:
+        if start[0] == 0 and high < start[1]:
             words += f"; it ends under the {start[1]:.3f} it started from: this training fails"
         sentences.append(
             f"{run.plot.name} minus {base.plot.name}: {gap:+.3f} "

@@ -148,4 +148,4 @@ def _kept(path: Path) -> str | dict[str, Any]:
 
 def _effect(record: str | dict[str, Any]) -> Any:
     """What of a schedule file decides about rollouts: all but its name and history."""
-    return record if record == "dense" else (record["page_size"], record["bins"])
+    return record if isinstance(record, str) else (record["page_size"], record["bins"])

@@ -29,7 +29,7 @@ def describe(alpha_BT: np.ndarray, mask_BT: np.ndarray, stats: Sequence[BinStats
 
     What cannot be computed (one bin, no variation, a tail of under LEAST tokens) is None.
     """
-    alpha = np.float64(alpha_BT)[mask_BT]
+    alpha = np.asarray(alpha_BT, np.float64)[mask_BT]
     positions = np.broadcast_to(np.arange(mask_BT.shape[1]), mask_BT.shape)[mask_BT]
     judged = [s for s in stats if s.enough]
     tail = alpha[alpha < SAME]
@@ -50,7 +50,7 @@ def describe(alpha_BT: np.ndarray, mask_BT: np.ndarray, stats: Sequence[BinStats
 
 def pearson(x: Any, y: Any) -> float | None:
     """Pearson's r of two equally long lists; None for fewer than 3 pairs or a constant."""
-    x, y = np.float64(x), np.float64(y)
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
     return float(np.corrcoef(x, y)[0, 1])

@@ -23,7 +23,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from common.protocols import Scorer
 from common.schedule import NUM_RESERVED, Schedule
 from common.trace_file import TraceWriter
 from common.trace_prompts import read_prompts
-from common.types import Prompt, Rollout, TrainBatch
+from common.types import Prompt, Rollout, Scored, TrainBatch
 
 FACTS = {"q": "q", "k": "k", "v": "v", "a": "attention", "x": "block"}
 """What `observe` of a model's `hidden` sees, and its name in a trace."""
@@ -170,7 +170,9 @@ def _stages(
         yield from _train(tracer, config, rollout, scored, log_ratio)
 
 
-def _train(tracer: Tracer, config: Config, rollout: Rollout, scored, log_ratio_BT):
+def _train(
+    tracer: Tracer, config: Config, rollout: Rollout, scored: Scored, log_ratio_BT: np.ndarray
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The stages grpo, grad and step: steps 5 to 7 of common/loop.py."""
     c, mask = config.grpo, rollout.response_mask_BT
     ids = np.array([p.prompt_id for p in rollout.prompts], np.uint32)
@@ -281,7 +283,8 @@ def greedy(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probs [B, N] of an engine's greedy decode, for Tracer.greedy."""
     rollout = generate(prompts, num_samples=1, schedule=None, seed=0, temperature=0.0)
-    return tuple(responses(rollout).values())
+    tokens_BN, logp_BN = responses(rollout).values()
+    return tokens_BN, logp_BN
 
 
 def loss_of(totals: list[float], batch: TrainBatch) -> float:

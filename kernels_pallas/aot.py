@@ -139,6 +139,7 @@ def compile_program(
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     hlo = compiled.as_text()
+    assert memory is not None and hlo is not None, "the TPU compiler always says both"
     kernels = [row for row in hlo.splitlines() if "tpu_custom_call" in row]
     names = {re.match(r"\s*(?:ROOT )?%(\S+) = ", row)[1] for row in kernels}
     schedule = _schedule(set(dump.iterdir()) - before, names) if dump else {}

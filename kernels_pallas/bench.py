@@ -162,7 +162,8 @@ def seconds(f, x, repeats: int = 5, inner: int = 20) -> float:
 
 def measure(ops: Ops, c: Case, peak: float) -> dict[str, Any]:
     """Times in microseconds, GB/s of the bytes that have to be read, share of the HBM peak."""
-    x, out = inputs(c), dataclasses.asdict(c)
+    x = inputs(c)
+    out: dict[str, Any] = dataclasses.asdict(c)
     functions = parts(ops, c)
     ids = jax.jit(functions["select"])(x)
     functions["attend"] = functools.partial(functions["attend"], ids=ids)

@@ -150,7 +150,8 @@ def copy_gb_per_s(device) -> float:
 
 def measure(ops: Ops, c: Case, device, copy: float) -> dict[str, Any]:
     """Times in microseconds, GB/s of the bytes that have to be read, share of the copy's."""
-    x, out = inputs(c, device), dataclasses.asdict(c)
+    x = inputs(c, device)
+    out: dict[str, Any] = dataclasses.asdict(c)
     size = c.bytes_read
     for name, f in parts(ops, c, x).items():
         time = microseconds(f)

@@ -235,6 +235,7 @@ def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
     out: dict[str, Any] = {"weights_and_cache_bytes": needed}
     for name, sparse in (("dense", False), ("sparse", True)):
         memory = step.lower(cache, params, cached_B, k_B, sparse).compile().memory_analysis()
+        assert memory is not None, "XLA always says it"
         extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         times = []
         for i in range(shape.repeats + 1):

@@ -10,6 +10,7 @@ Parameters are float32 masters; `compute_dtype` is what they are cast to inside 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ PARTITION = {
 }
 
 
-def draw(rng: np.random.Generator | None, shape: tuple[int, ...], scale: float) -> np.ndarray:
+def draw(rng: np.random.Generator | None, shape: tuple[int, ...], scale: float) -> Any:
     """float32 normal numbers of standard deviation `scale`; without a generator, abstract zeros."""
     if rng is None:
         return jnp.zeros(shape, jnp.float32)

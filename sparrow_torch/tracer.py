@@ -52,7 +52,9 @@ def joined(rows) -> dict[str, np.ndarray]:
     return {name: np.concatenate([facts[name] for facts in rows], 1) for name in rows[0]}
 
 
-def top_tokens(logits_of_rows: Iterable[torch.Tensor], temperature: float, number: int):
+def top_tokens(
+    logits_of_rows: Iterable[torch.Tensor], temperature: float, number: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void.
 
     logits_of_rows: B times [T - 1, V], taken one after the other.
@@ -62,7 +64,8 @@ def top_tokens(logits_of_rows: Iterable[torch.Tensor], temperature: float, numbe
     for logits_TV in logits_of_rows:
         logp, ids = log_softmax(logits_TV.float() / temperature).topk(number)
         found.append((pad(ids.int()), pad(logp)))
-    return tuple(np.stack(x) for x in zip(*found, strict=True))
+    ids, logp = (np.stack(x) for x in zip(*found, strict=True))
+    return ids, logp
 
 
 def chosen_and_entropy(logits_TV, targets_T, temperature: float):

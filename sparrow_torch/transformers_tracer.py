@@ -70,7 +70,8 @@ class TransformersTracer:
             tokens = out.sequences[0, len(prompt.tokens) :]
             logp = log_softmax(torch.cat(out.logits).float())
             rows.append((tokens, logp.gather(1, tokens[:, None])[:, 0]))
-        return tuple(torch.stack(x).cpu().numpy() for x in zip(*rows, strict=True))
+        tokens_BN, logp_BN = (torch.stack(x).cpu().numpy() for x in zip(*rows, strict=True))
+        return tokens_BN, logp_BN
 
     @torch.no_grad()
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
