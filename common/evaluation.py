@@ -21,8 +21,8 @@ def evaluate(
     """Mean reward on the held-out prompts, decoded densely (`sparse`: with the run's schedule).
 
     Keys: reward (avg@k: mean over prompts of the mean over k samples), reward_low, reward_high
-    (95 % bootstrap over prompts), pass_at_k (share of prompts with a sample of reward 1),
-    num_prompts, num_samples, len_mean, finished.
+    (95 % bootstrap over prompts; None for one prompt, which has no spread), pass_at_k (share of
+    prompts with a sample of reward 1), num_prompts, num_samples, len_mean, finished.
     """
     prompts = parts.prompts.eval_batch(parts.config.task.num_eval_prompts)
     with Progress("evaluation") as progress:
@@ -60,13 +60,15 @@ def record(parts: Parts, prefix: str = "") -> dict[str, float]:
         return {}
     result = evaluate(parts)
     names = ("reward", "reward_low", "reward_high")
-    return {f"eval/{prefix}{name}": result[name] for name in names}
+    return {f"eval/{prefix}{name}": result[name] for name in names if result[name] is not None}
 
 
 def bootstrap_interval(
     values: np.ndarray, *, draws: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean of independent values."""
+) -> tuple[float, float] | tuple[None, None]:
+    """95 % percentile bootstrap interval of the mean of independent values; none of one value."""
+    if len(values) < 2:
+        return None, None
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(values), (draws, len(values)))
     low, high = np.percentile(np.asarray(values, np.float64)[picks].mean(1), [2.5, 97.5])
@@ -76,12 +78,19 @@ def bootstrap_interval(
 def evaluate_run(config: Config, *, num_samples: int, greedy: bool) -> None:
     """`sparrow eval`: print the held-out reward, dense, and under the schedule if there is one."""
     with open_parts(config) as parts:
+        if few := parts.prompts.fewer_held_out(config.task.num_eval_prompts):
+            print(few)
         for sparse in (False, True) if parts.schedule is not None else (False,):
             r = evaluate(parts, num_samples=num_samples, greedy=greedy, sparse=sparse)
             how = "greedy" if greedy else f"T = {config.rollout.temperature:g}"
             print(
                 f"{'scheduled' if sparse else 'dense':9} {how}: avg@{num_samples} "
-                f"{r['reward']:.3f} (95 % {r['reward_low']:.3f} to {r['reward_high']:.3f}), "
-                f"pass@{num_samples} {r['pass_at_k']:.3f}, {r['num_prompts']} prompts, "
+                f"{r['reward']:.3f} ({_interval(r)}), pass@{num_samples} {r['pass_at_k']:.3f}, "
+                f"{r['num_prompts']} prompt{'s' * (r['num_prompts'] > 1)}, "
                 f"length {r['len_mean']:.0f}, finished {r['finished']:.2f}"
             )
+
+
+def _interval(result: dict[str, Any]) -> str:
+    low, high = result["reward_low"], result["reward_high"]
+    return "one prompt gives no interval" if low is None else f"95 % {low:.3f} to {high:.3f}"

@@ -67,6 +67,17 @@ class PromptSource:
         """The first n held-out prompts, always the same; of a file, as many as it has."""
         return self._held_out(1, n, EVAL_IDS, PROFILE_IDS)
 
+    def fewer_held_out(self, n: int) -> str | None:
+        """One line if `eval_batch(n)` has fewer than n prompts: how many, and why."""
+        have = n if self.task.num_items is None else len(self._rows[1])
+        if have >= n:
+            return None
+        return (
+            f"{have} held-out prompt{'s' * (have > 1)}, not task.num_eval_prompts={n}: "
+            f"{self.task.name} has {self.task.num_items} rows, of which a tenth is held out; "
+            "give a file of more rows"
+        )
+
     def profile_batch(self, n: int) -> list[Prompt]:
         """The first n prompts for profiles: neither trained on nor evaluated on."""
         return self._held_out(2, n, PROFILE_IDS, _END_IDS)
