@@ -297,7 +297,11 @@ def _parsed(line: bytes, worker: _Worker) -> dict[str, Any] | None:
     expected = ("done", "error") if worker.taken else ("importing", "started", "missing")
     if kind not in expected or message.get("job") != worker.job:
         return None
-    needs = {"done": {"score", "clean"}, "error": {"why", "clean"}, "missing": {"why", "clean"}}
+    needs: dict[Any, set[str]] = {
+        "done": {"score", "clean"},
+        "error": {"why", "clean"},
+        "missing": {"why", "clean"},
+    }
     return message if needs.get(kind, set()) <= set(message) else None
 
 
