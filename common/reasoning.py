@@ -131,7 +131,9 @@ def make_answer(
 
 def make_job(answer: Mapping[str, Any], text: str) -> Job:
     """Job for a grader pool; `text` is the response."""
-    return Job(scorer="common.reasoning_scorer:score_entry", answer=answer, response=final_answer(text))
+    return Job(
+        scorer="common.reasoning_scorer:score_entry", answer=answer, response=final_answer(text)
+    )
 
 
 def final_answer(text: str) -> str | None:
