@@ -106,16 +106,16 @@ def compare(a: Trace, b: Trace) -> Comparison:
             )
     dtypes = a.meta["dtype"], b.meta["dtype"]
     limit = tolerances.of(dtypes)
+    for name in sorted(set(a) & set(b) - {"meta"}):  # before anything is unpacked
+        if a.shape(name) != b.shape(name):
+            raise UserError(f"{b.path}: {name} has shape {b.shape(name)}, in {a.path} it has "
+                            f"{a.shape(name)}; record both alike")  # fmt: skip
     same_BT = _common_prefix(a, b)
     parted = int((same_BT.sum(1) < a["tokens/total_len"]).sum())
     notes = [] if not parted else [
         f"the given tokens part in {parted} of {len(same_BT)} rows: only what comes before is "
         f"compared; record the second with --force_tokens={a.path.name}"
     ]  # fmt: skip
-    for name in sorted(set(a) & set(b) - {"meta"}):
-        if a[name].shape != b[name].shape:
-            raise UserError(f"{b.path}: {name} has shape {b[name].shape}, in {a.path} it has "
-                            f"{a[name].shape}; record both alike")  # fmt: skip
     rows = [*deviations.forward(a, b, same_BT, limit["forward"])]
     rows += deviations.score(a, b, same_BT, limit)
     rows += deviations.decode(a, b, same_BT, limit)
@@ -143,8 +143,11 @@ def _missing(a: Trace, b: Trace, rows: Sequence[Row]) -> list[str]:
 def _common_prefix(a: Trace, b: Trace) -> np.ndarray:
     """bool [B, T]: the tokens up to here are the same and there."""
     x, y = a["tokens/tokens"], b["tokens/tokens"]
-    if x.shape != y.shape:
-        raise UserError(f"{b.path}: {y.shape} tokens, {a.path} has {x.shape}; record both alike")
+    for t in (a, b):
+        prompt, total = t["tokens/prompt_len"], t["tokens/total_len"]
+        fits = x.ndim == 2 and prompt.shape == total.shape == x.shape[:1]
+        if not fits or (prompt < 0).any() or (prompt > total).any() or (total > x.shape[1]).any():
+            raise UserError(f"{t.path}: is no trace, or damaged (tokens); record or copy it anew")
     there = np.arange(x.shape[1]) < a["tokens/total_len"][:, None]
     return np.logical_and.accumulate((x == y) | ~there, axis=1) & there
 

@@ -1,5 +1,9 @@
 """Files of traces, whole and broken; what is refused; the page, the command line, the matrix."""
 
+import struct
+import tracemalloc
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -84,6 +88,76 @@ def test_broken_files_get_one_line(write, tmp_path):
         (tmp_path / "damaged.npz").write_bytes(damaged)
         try:
             compare.compare(Trace(tmp_path / "damaged.npz"), Trace(sound))
+        except UserError as error:
+            assert "\n" not in str(error)
+
+
+def swapped(sound, path, name, data):
+    """A copy of a trace in which one member holds `data`."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out, zipfile.ZipFile(sound) as old:
+        for member in old.namelist():
+            out.writestr(member, data if member == name else old.read(member))
+    return path
+
+
+def header(shape, descr="'<f4'"):
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+@pytest.mark.parametrize("data", [
+    header("(1099511627776,)") + bytes(64),  # 4 TiB
+    header("(2, -12)") + bytes(96), header("(True, 24)") + bytes(96), header("(2, 12)", "'|O'"),
+    header("(" * 5000), header("(2, 12)") + bytes(95), header("(2, 12)") + bytes(97), b"",
+])  # fmt: skip
+def test_arrays_whose_header_lies_get_one_line(write, tmp_path, data):
+    """2 x 12 numbers of 4 bytes are 96 bytes."""
+    sound = write("a")
+    bad = Trace(swapped(sound.path, tmp_path / "bad.npz", "score/logp.npy", data))
+    for first, second in ((sound, bad), (bad, sound), (bad, bad)):
+        with pytest.raises(UserError, match="bad.npz: is no trace, or damaged") as caught:
+            compare.compare(first, second)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_small_file_is_not_unpacked_before_its_shape_is_refused(write, tmp_path):
+    """64 MiB of zeros in 65 kB: the refusal allocates less than 8 MiB."""
+    sound = write("a")
+    data = header(f"({1 << 24},)") + bytes(4 << 24)
+    bomb = Trace(swapped(sound.path, tmp_path / "bomb.npz", "score/logp.npy", data))
+    del data
+    tracemalloc.start()
+    with pytest.raises(UserError, match="score/logp has shape .16777216,."):
+        compare.compare(sound, bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_meta_data_that_are_nested_too_deep_get_one_line(write, tmp_path):
+    text = b'{"format": "sparrow-trace-1", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    data = header(f"({len(text)},)", "'|u1'") + text
+    with pytest.raises(UserError, match="is no trace, or damaged"):
+        Trace(swapped(write("a").path, tmp_path / "deep.npz", "meta.npy", data))
+
+
+def test_seeded_damages_end_in_one_line_or_in_a_judgement(write, tmp_path):
+    """Flipped bits, most of them in the directory at the end; runs of noise; cuts."""
+    sound, path = write("a"), tmp_path / "damaged.npz"
+    content, rng = sound.path.read_bytes(), np.random.default_rng(5)
+    directory = content.index(b"PK\x01\x02")
+    for i in range(60):
+        damaged = bytearray(content)
+        at = int(rng.integers(directory if i % 3 else 0, len(content)))
+        if i % 5 == 0:
+            damaged[at : at + 40] = rng.bytes(40)
+        elif i % 11 == 0:
+            del damaged[at : at + int(rng.integers(1, 500))]
+        else:
+            damaged[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            compare.compare(Trace(path), sound)
         except UserError as error:
             assert "\n" not in str(error)
 
