@@ -17,7 +17,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -127,7 +127,7 @@ class Trace(Mapping[str, np.ndarray]):
             raise self._refusal(name, error) from error
 
     @contextlib.contextmanager
-    def _open(self, name: str) -> Iterator[tuple]:
+    def _open(self, name: str) -> Generator[tuple, None, None]:
         with zipfile.ZipFile(self.path) as archive, _open_array(archive, name) as found:
             yield found
 
@@ -168,7 +168,7 @@ def _fits(key: str, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _open_array(archive: zipfile.ZipFile, name: str) -> Iterator[tuple]:
+def _open_array(archive: zipfile.ZipFile, name: str) -> Generator[tuple, None, None]:
     """(file at the data, shape, dtype, Fortran order?); ValueError unless all sizes agree."""
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -200,7 +200,7 @@ def _read_meta(archive: zipfile.ZipFile) -> bytes:
 def _read_array(file: Any, shape: tuple, dtype: np.dtype, fortran: bool) -> np.ndarray:
     """The data; to the end of the file, where zipfile compares its checksum."""
     array = np.empty(math.prod(shape), dtype)
-    rest = memoryview(array.view(np.uint8)) if array.nbytes else memoryview(b"")
+    rest = array.view(np.uint8).data if array.nbytes else memoryview(b"")
     while rest:
         count = file.readinto(rest)
         if not count:
