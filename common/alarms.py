@@ -1,4 +1,6 @@
-"""Alarms about the course of a run, from the records of the steps before: collapse and drift.
+"""Alarms about the course of a run, from the records of the steps before.
+
+Collapse, drift, and steps that change nothing.
 
 They hold with or without the controller. (That p5 is under tau is one step's matter:
 common/rollout_stats.py.) A too sparse rollout shows itself by responses that shrink, and by a
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-LENGTH, K3 = "response/len_mean", "mismatch/k3"
+LENGTH, K3, GRADIENT = "response/len_mean", "mismatch/k3", "grpo/grad_norm"
 RECENT_STEPS = 40
 """Steps whose median length is what a response is measured against."""
 EARLY_STEPS = 10
@@ -22,6 +24,8 @@ K3_FACTOR, K3_STEPS = 3.0, 5
 """k3 above its start times the factor in so many steps in a row is an alarm."""
 K3_FLOOR = 1e-4
 """Nats per token: below it, k3 is rounding, not drift."""
+IDLE_STEPS = 5
+"""So many steps in a row with a gradient of exactly 0, or without an update, are an alarm."""
 
 
 class Watch:
@@ -30,6 +34,7 @@ class Watch:
     def __init__(self, records: Iterable[Mapping[str, Any]]):
         self._lengths: list[float] = []
         self._k3: list[float] = []
+        self._idle = 0
         for record in records:
             self._add(record)
 
@@ -38,6 +43,7 @@ class Watch:
 
         Length collapse: mean length under half of the median of the RECENT_STEPS before.
         k3 rising: k3 over K3_FACTOR times the median of the run's first steps, K3_STEPS in a row.
+        nothing learnt: gradient norm 0 (as in a step without an update), IDLE_STEPS in a row.
         """
         recent = self._lengths[-RECENT_STEPS:]
         self._add(values)
@@ -54,6 +60,12 @@ class Watch:
                 f"k3-KL rising: {last[-1]:.2g} nats per token, {start:.2g} at the start, over "
                 f"{K3_FACTOR:g} times that for {self._steps_over(K3_FACTOR * start)} steps"
             )
+        if self._idle >= IDLE_STEPS:
+            found.append(
+                f"nothing learnt for {self._idle} steps: the gradient was exactly 0; see "
+                "reward/groups_with_signal (all samples of a group alike), response/finished (cut "
+                "before an answer) and grpo/masked_fraction (dropped by the correction)"
+            )
         return found
 
     def _add(self, values: Mapping[str, Any]) -> None:
@@ -63,6 +75,7 @@ class Watch:
             value = values.get(name)
             good = value is not None and np.isfinite(value)
             series.append(float(value) if good else instead)
+        self._idle = self._idle + 1 if values.get(GRADIENT) == 0 else 0
 
     def _steps_over(self, limit: float) -> int:
         """Length of the run of values over the limit that ends with the newest."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from common.config import AGGREGATIONS
 from common.grpo import Advantages
 from common.types import MicroBatch, Rollout, Scored, TrainBatch
 
@@ -80,14 +81,20 @@ def pack(
     tokens_per_microbatch: int,
     seed: int,
     logp_ref_BT: np.ndarray | None = None,
+    aggregation: str = "token_mean",
+    max_response_tokens: int = 0,
     bucket: int = 128,
     buckets: Sequence[int] = (),
 ) -> TrainBatch:
     """Splits a scored rollout into minibatches (optimizer steps) of micro-batches (static shapes).
 
     Groups are shuffled by `seed`, their rows stay neighbours, and the sequence is cut into
-    num_minibatches parts whose sizes differ by at most one row. The denominator of a minibatch
-    is the number of response tokens of its usable rows (advantages.use_B), so
+    num_minibatches parts whose sizes differ by at most one row. A minibatch has a denominator, and
+    each of its tokens a scale, made from its usable rows (advantages.use_B):
+
+        token_mean      scale 1                             denominator: their response tokens
+        sequence_mean   scale 1 / response tokens of the row    denominator: number of rows
+        constant        scale 1     denominator: number of rows x max_response_tokens (Dr. GRPO)
 
         gradient of a minibatch = sum over its micro-batches of grad(loss_sum) / denominator
 
@@ -108,6 +115,7 @@ def pack(
         "loss_mask_BT": mask_BT,
         "advantage_BT": np.where(mask_BT, advantages.advantage_B[:, None], 0).astype(np.float32),
         "weight_BT": np.where(mask_BT, correction_weight_BT, 0).astype(np.float32),
+        "scale_BT": _token_scale(mask_BT, aggregation),
         "logp_old_BT": scored.logp_dense_BT.astype(np.float32),
         "logp_ref_BT": (scored.logp_dense_BT if logp_ref_BT is None else logp_ref_BT).astype(
             np.float32
@@ -123,12 +131,36 @@ def pack(
         ]
         for part in parts
     ]
-    denominators = [float(mask_BT[part].sum()) for part in parts]
+    num_tokens = float(mask_BT.sum())
     return TrainBatch(
         minibatches=minibatches,
-        denominators=denominators,
-        stats=_stats(minibatches, denominators, active_B, advantages.use_B, rollout.total_len_B),
+        denominators=[_denominator(mask_BT[p], aggregation, max_response_tokens) for p in parts],
+        num_tokens=num_tokens,
+        stats=_stats(minibatches, num_tokens, active_B, advantages.use_B, rollout.total_len_B),
     )
+
+
+def _token_scale(mask_BT: np.ndarray, aggregation: str) -> np.ndarray:
+    """What each token's loss is multiplied by: float32 [B, T], 0 outside the mask."""
+    if aggregation != "sequence_mean":
+        return mask_BT.astype(np.float32)
+    return (mask_BT / np.maximum(mask_BT.sum(axis=1, keepdims=True), 1)).astype(np.float32)
+
+
+def _denominator(mask_BT: np.ndarray, aggregation: str, max_response_tokens: int) -> float:
+    """What the summed loss of a minibatch with this mask is divided by; 0 = no usable row."""
+    if aggregation == "token_mean":
+        return float(mask_BT.sum())
+    num_rows = float(mask_BT.any(axis=1).sum())
+    if aggregation == "sequence_mean":
+        return num_rows
+    longest = int(mask_BT.sum(axis=1).max(initial=0))
+    if aggregation != "constant" or max_response_tokens < max(longest, 1):
+        raise ValueError(
+            f"{aggregation=}, {max_response_tokens=}: expected one of {AGGREGATIONS} and, for "
+            f"constant, a limit of at least the longest response, {longest}"
+        )
+    return num_rows * max_response_tokens
 
 
 def _shuffled_parts(
@@ -143,13 +175,13 @@ def _shuffled_parts(
     return np.array_split(order, num_minibatches)
 
 
-def _stats(minibatches, denominators, active_B, use_B, total_len_B) -> dict[str, float]:
+def _stats(minibatches, num_tokens, active_B, use_B, total_len_B) -> dict[str, float]:
     batches = [b for minibatch in minibatches for b in minibatch]
     padded = sum(b.tokens_BT.size for b in batches)
     return {
         "batch/num_microbatches": float(len(batches)),
         "batch/num_shapes": float(len({b.tokens_BT.shape for b in batches})),
-        "batch/loss_tokens": float(sum(denominators)),
+        "batch/loss_tokens": num_tokens,
         "batch/padding_fraction": 1.0 - float(total_len_B[active_B].sum()) / padded
         if padded
         else 0.0,

@@ -14,6 +14,8 @@ import numpy as np
 from common.config import GrpoConfig
 
 STD_EPS = 1e-6
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratio past which the losses follow the tangent of exp: 5e8, still finite when squared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,11 @@ def advantages(
         group_mean      A_i = r_i - mean(r)              mean over the valid rows of the group
         leave_one_out   A_i = r_i - mean(r without r_i)  = (r_i - mean(r)) n / (n - 1)
         greedy          A_i = r_i - greedy_reward_i      (ReMax; no group is needed)
-        normalize_std   A_i / (std(r) + 1e-6)            std with n - 1; off = Dr. GRPO
+        divides_by_std  A_i / (std(r) + 1e-6)            std with n - 1; group_mean alone unless
+                                                         normalize_std says otherwise
 
     A NaN reward is missing: the row is not used and is left out of mean and std. Groups with no or
-    one valid reward, or with all rewards equal, get exactly 0 (for `greedy` only if normalize_std,
+    one valid reward, or with all rewards equal, get exactly 0 (for `greedy` only if divides_by_std,
     which needs a spread). overlong, for rows with finished_B False: `keep` their reward, `mask` (as
     if the reward were missing), `zero` (reward 0 instead).
     Raises ValueError for unequal lengths, infinite rewards, an absent greedy_reward_B / finished_B.
@@ -99,7 +102,7 @@ def _group_advantage(rewards: np.ndarray, greedy: np.ndarray, config: GrpoConfig
     """Advantages of the valid rows of one group."""
     n = len(rewards)
     spread = n >= 2 and rewards.max() > rewards.min()
-    if config.baseline == "greedy" and not config.normalize_std:
+    if config.baseline == "greedy" and not config.divides_by_std:
         return rewards - greedy
     if not spread:
         return np.zeros(n)
@@ -109,21 +112,26 @@ def _group_advantage(rewards: np.ndarray, greedy: np.ndarray, config: GrpoConfig
         advantage = rewards - rewards.mean()
         if config.baseline == "leave_one_out":
             advantage = advantage * n / (n - 1)
-    return advantage / (rewards.std(ddof=1) + STD_EPS) if config.normalize_std else advantage
+    return advantage / (rewards.std(ddof=1) + STD_EPS) if config.divides_by_std else advantage
 
 
 class PolicyLoss(NamedTuple):
-    """Sums over the unmasked tokens; the loss of a minibatch is sum(loss_sum) / denominator."""
+    """Sums over the unmasked tokens; the token-mean loss of a minibatch is loss_sum / num_tokens.
+
+    Other aggregations scale each token and divide by another number (common/batching.py).
+    """
 
     loss_sum: float
-    denominator: float
+    num_tokens: float
     num_clipped_low: int
     num_clipped_high: int
+    num_clipped_dual: int
     kl_sum: float
 
     @property
     def clip_fraction(self) -> float:
-        return (self.num_clipped_low + self.num_clipped_high) / max(self.denominator, 1.0)
+        clipped = self.num_clipped_low + self.num_clipped_high + self.num_clipped_dual
+        return clipped / max(self.num_tokens, 1.0)
 
 
 def policy_loss(
@@ -136,32 +144,39 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     kl_coef: float = 0.0,
+    dual_clip: float = 0.0,
     logp_ref_BT: np.ndarray | None = None,
+    scale_BT: np.ndarray | float = 1.0,
 ) -> PolicyLoss:
     """Float64 oracle of the objective (arXiv 2606.08446, RL recipe), as a loss to minimise.
 
-        rho      = exp(logp - logp_old)
-        loss_sum = - sum_t w_t min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
-                   + kl_coef sum_t k3_t
-        k3       = exp(logp_ref - logp) - (logp_ref - logp) - 1         (estimates KL(theta || ref))
+        rho      = e(logp - logp_old),          e(x) = exp(x), for x > 20 its tangent at 20
+        gain     = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+                   and, where A < 0 and dual_clip = c > 1, at least c A          (arXiv 1912.09729)
+        loss_sum = sum_t scale_t (- w_t gain_t + kl_coef k3_t)
+        k3       = e(logp_ref - logp) - (logp_ref - logp) - 1           (estimates KL(theta || ref))
 
     The importance weight w (sparse to dense, a constant) belongs to the policy term alone: a token
-    that a correction drops still feels the KL term. denominator counts every unmasked token,
+    that a correction drops still feels the KL term. num_tokens counts every unmasked token,
     dropped or not. A token is clipped where the min takes the clipped branch (A > 0 above,
-    A < 0 below). advantage broadcasts from [B, 1]. Raises ValueError if kl_coef > 0 without
-    logp_ref_BT.
+    A < 0 below), or where dual_clip holds it. advantage and scale broadcast from [B, 1]. The
+    tangent keeps every value and gradient finite in float32, where exp overflows at 88.7. Raises
+    ValueError if kl_coef > 0 without logp_ref_BT.
     """
-    rho, clipped_low, clipped_high, advantage, mask = _ratio_terms(
-        logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high
+    rho, _, low, high, dual, advantage, mask = _ratio_terms(
+        logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high, dual_clip
     )
     weight = np.where(mask, np.asarray(weight_BT, np.float64), 0.0)
     gain = np.minimum(rho * advantage, np.clip(rho, 1 - clip_low, 1 + clip_high) * advantage)
+    gain = np.where(dual, dual_clip * advantage, gain)
     k3 = _k3(logp_BT, logp_ref_BT, mask, kl_coef)
+    loss = np.asarray(scale_BT, np.float64) * (kl_coef * k3 - weight * gain)
     return PolicyLoss(
-        loss_sum=float(-(weight * gain).sum() + kl_coef * k3.sum()),
-        denominator=float(mask.sum()),
-        num_clipped_low=int(clipped_low.sum()),
-        num_clipped_high=int(clipped_high.sum()),
+        loss_sum=float(loss.sum()),
+        num_tokens=float(mask.sum()),
+        num_clipped_low=int(low.sum()),
+        num_clipped_high=int(high.sum()),
+        num_clipped_dual=int(dual.sum()),
         kl_sum=float(k3.sum()),
     )
 
@@ -176,32 +191,38 @@ def policy_loss_grad(
     clip_low: float,
     clip_high: float,
     kl_coef: float = 0.0,
+    dual_clip: float = 0.0,
     logp_ref_BT: np.ndarray | None = None,
+    scale_BT: np.ndarray | float = 1.0,
 ) -> np.ndarray:
     """d loss_sum / d logp, float64 [B, T].
 
-    -w rho A [not clipped] + kl_coef (1 - exp(logp_ref - logp)),  0 outside the mask
+    scale (-w rho' A [not clipped] + kl_coef (1 - e'(logp_ref - logp))),  0 outside the mask;
+    rho' = e'(logp - logp_old), e'(x) = exp(min(x, 20))
     """
-    rho, clipped_low, clipped_high, advantage, mask = _ratio_terms(
-        logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high
+    _, slope, low, high, dual, advantage, mask = _ratio_terms(
+        logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high, dual_clip
     )
     weight = np.where(mask, np.asarray(weight_BT, np.float64), 0.0)
-    grad = -weight * np.where(clipped_low | clipped_high, 0.0, rho * advantage)
+    grad = -weight * np.where(low | high | dual, 0.0, slope * advantage)
     if kl_coef:
         _k3(logp_BT, logp_ref_BT, mask, kl_coef)
         log_ref_ratio = np.where(mask, np.float64(logp_ref_BT) - np.float64(logp_BT), 0.0)
-        grad = grad + kl_coef * (1.0 - np.exp(log_ref_ratio))
-    return grad
+        grad = grad - kl_coef * np.expm1(np.minimum(log_ref_ratio, LOG_RATIO_LIMIT))
+    return np.asarray(scale_BT, np.float64) * grad
 
 
-def _ratio_terms(logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high):
+def _ratio_terms(logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high, dual_clip):
+    """rho and its derivative, where it is clipped low, high and by dual_clip, A, mask."""
     mask = np.asarray(mask_BT, bool)
     log_ratio = np.where(mask, np.float64(logp_BT) - np.float64(logp_old_BT), 0.0)
     advantage = np.where(mask, np.asarray(advantage_BT, np.float64), 0.0)
-    rho = np.exp(log_ratio)
+    slope = np.exp(np.minimum(log_ratio, LOG_RATIO_LIMIT))
+    rho = slope * (1 + np.maximum(log_ratio - LOG_RATIO_LIMIT, 0.0))
     clipped_low = (advantage < 0) & (rho < 1 - clip_low)
     clipped_high = (advantage > 0) & (rho > 1 + clip_high)
-    return rho, clipped_low, clipped_high, advantage, mask
+    clipped_dual = (advantage < 0) & (rho > dual_clip) & (dual_clip > 0)
+    return rho, slope, clipped_low, clipped_high, clipped_dual, advantage, mask
 
 
 def _k3(logp_BT, logp_ref_BT, mask, kl_coef) -> np.ndarray:
@@ -212,4 +233,5 @@ def _k3(logp_BT, logp_ref_BT, mask, kl_coef) -> np.ndarray:
             )
         return np.zeros(mask.shape)
     d = np.where(mask, np.float64(logp_ref_BT) - np.float64(logp_BT), 0.0)
-    return np.expm1(d) - d
+    past = np.exp(LOG_RATIO_LIMIT) * np.maximum(d - LOG_RATIO_LIMIT, 0.0)
+    return np.expm1(np.minimum(d, LOG_RATIO_LIMIT)) + past - d

@@ -27,7 +27,7 @@ from common.corrections import Correction
 from common.errors import UserError
 from common.progress import Progress
 from common.run_dir import RunDir
-from common.setup import Parts, announce, open_parts, resolve_schedule
+from common.setup import Parts, announce, check_response_limit, open_parts, resolve_schedule
 from common.types import Prompt, Rollout, Scored
 
 # Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
@@ -43,6 +43,7 @@ def train(config: Config, run: RunDir) -> None:
         )
     check_controller(config, resolve_schedule(config))
     with open_parts(config) as parts:
+        check_response_limit(parts)
         checkpoints = parts.backend.open_checkpoints(run.path / "checkpoints")
         extra = checkpoints.restore()
         step, version = (extra["step"], extra["version"]) if extra else (0, 0)
@@ -130,6 +131,8 @@ def train_step(
             buckets=config.learner.length_buckets,
             seed=noise.fold_in(seed, step, SHUFFLE),
             logp_ref_BT=reference,
+            aggregation=config.grpo.loss_aggregation,
+            max_response_tokens=config.rollout.max_response_tokens,
         )
     with _timed(values, "time/update"):
         update = dict(backend.learner.update(batch))
@@ -137,7 +140,7 @@ def train_step(
     rollout_stats.add_clip_fraction(
         bins, update.pop("clipped_by_position"), rollout, config.mismatch.bin_tokens
     )
-    values |= rollout_stats.describe_rollout(rollout, rewards, schedule)
+    values |= rollout_stats.describe_rollout(rollout, rewards, schedule, advantages)
     values |= rollout_stats.describe_update(rollout, scored, correction, update)
     values |= {**mismatch, **batch.stats}
     values["time/step"] = time.perf_counter() - start

@@ -7,6 +7,7 @@ Values are typed by the annotations of common/config.py:
 
     int, float, str      --config.num_steps=40
     bool                 --config.model.qk_norm=false          (true false yes no on off 1 0)
+    bool or auto         --config.grpo.normalize_std=auto      (null in config.json)
     tuple of numbers     --config.mismatch.budgets=4,8,16      (or "(4, 8, 16)")
     dict                 --config.task.args='{"min_entries": 24}'
     one key of a dict    --config.task.args.min_entries=24     (the other keys stay)
@@ -150,11 +151,14 @@ def describe() -> str:
         for f in dataclasses.fields(cls):
             if "doc" not in f.metadata:
                 continue
-            default = {} if f.default is None else f.default
-            kind = _type_name(_hints(cls)[f.name])
+            hint = _hints(cls)[f.name]
+            default = {} if typing.get_origin(hint) is dict else f.default
+            kind = _type_name(hint)
             lines.append(f"  --config.{prefix}{f.name}={_show(default)}    {kind}")
             choices = ", ".join(map(str, f.metadata.get("choices") or ()))
             lines.append(f"      {f.metadata['doc']}{'; one of ' if choices else ''}{choices}")
+            if f.metadata.get("within"):
+                lines[-1] += f"; in {f.metadata['within']}"
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -237,8 +241,9 @@ def _from_text(text: str, hint: Any, key: str) -> Any:
     where = f"{_FLAG}.{key}={text}"
     if hint is str:
         return text
-    if hint is bool:
-        value: Any = _WORDS.get(text.lower(), text)
+    if hint in (bool, bool | None):
+        auto = {} if hint is bool else {"auto": None}
+        value: Any = (_WORDS | auto).get(text.lower(), text)
     elif hint in (int, float):
         try:
             value = hint(text)
@@ -264,6 +269,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if math.isfinite(value):
             return float(value)
+    elif hint == bool | None and (value is None or type(value) is bool):
+        return value
     elif origin is None and type(value) is hint:
         return value
     raise UserError(f"{where}: expected {_type_name(hint)}, got {_show(value)}")
@@ -279,10 +286,13 @@ def _type_name(hint: Any) -> str:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         whole = "whole numbers" if arguments[0] is int else "numbers"
         return f"{count}{whole} with commas between"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, "true, false or auto")
 
 
 def _show(value: Any) -> str:
+    if value is None:
+        return "auto"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple) and not any(isinstance(v, tuple) for v in value):

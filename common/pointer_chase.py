@@ -115,6 +115,12 @@ class PointerChase:
         """Length of the longest right response, <eos> included."""
         return self._chain_range(self.max_entries)[1] * self.hop_tokens + 1
 
+    @property
+    def min_response_tokens(self) -> int:
+        """Length of the shortest response that can get more than 0, <eos> included."""
+        hops = 1 if self.partial_credit else self._chain_range(self.min_entries)[0]
+        return hops * self.hop_tokens + 1
+
     def prompt(self, seed: int, index: int) -> Prompt:
         """Problem number `index` of the stream `seed`: a pure function of both."""
         rng = np.random.default_rng([seed, index])

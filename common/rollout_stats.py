@@ -11,6 +11,7 @@ from common import corrections, mismatch
 from common.config import Config
 from common.controller import Controller
 from common.corrections import Correction
+from common.grpo import Advantages
 from common.protocols import Scorer
 from common.schedule import DENSE, Schedule, token_bins
 from common.types import Rollout, Scored
@@ -37,11 +38,17 @@ def replayed_rows(group_B: np.ndarray, count: int, turn: int) -> np.ndarray:
     return np.sort(order[(turn * count + np.arange(count)) % len(order)])
 
 
-def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule | None) -> dict:
-    """reward/*, response/* and rollout/* of the record."""
+def describe_rollout(
+    rollout: Rollout, rewards: np.ndarray, schedule: Schedule | None, advantages: Advantages
+) -> dict:
+    """reward/*, response/* and rollout/* of the record.
+
+    A group has signal if one of its advantages is not 0, so after `overlong` was applied.
+    """
     lengths = rollout.total_len_B - rollout.prompt_len_B
     have = ~np.isnan(rewards)
-    by_group = [np.unique(rewards[have & (rollout.group_B == g)]) for g in set(rollout.group_B)]
+    signal_B = advantages.use_B & (advantages.advantage_B != 0)
+    by_group = [signal_B[rollout.group_B == g].any() for g in set(rollout.group_B)]
     valid = rewards[have]
     share = 1.0
     if schedule is not None:
@@ -52,7 +59,7 @@ def describe_rollout(rollout: Rollout, rewards: np.ndarray, schedule: Schedule |
     return {
         "reward/mean": valid.mean() if valid.size else 0.0,
         "reward/std": valid.std() if valid.size else 0.0,
-        "reward/groups_with_signal": np.mean([len(g) > 1 for g in by_group]),
+        "reward/groups_with_signal": np.mean(by_group),
         "reward/missing": int((~have).sum()),
         "response/len_mean": lengths.mean(),
         "response/len_max": int(lengths.max()),

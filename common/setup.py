@@ -115,6 +115,16 @@ def open_parts(config: Config) -> Iterator[Parts]:
         )
 
 
+def check_response_limit(parts: Parts) -> None:
+    """UserError if every response is cut before it can earn a reward, where the task can say so."""
+    least, limit = getattr(parts.task, "min_response_tokens", 1), parts.config.rollout
+    if limit.max_response_tokens < least:
+        raise UserError(
+            f"rollout.max_response_tokens={limit.max_response_tokens}: no answer of "
+            f"{parts.task.name} is that short, every reward would be 0; expected at least {least}"
+        )
+
+
 def announce(parts: Parts, run: RunDir, step: int) -> None:
     """Say on the console what runs, and keep the schedule with the run.
 

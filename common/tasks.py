@@ -30,7 +30,8 @@ class Task(Protocol):
     num_items: number of problems, None = endless. max_prompt_tokens: None = not known beforehand.
     deadline_seconds: of one job; None if the task never makes jobs.
     files: every file its prompts and answers were made from; a run is a function of their content.
-    Tasks that can write answers also have `demonstration` (see PointerChase).
+    Tasks that can write answers also have `demonstration`, and those that know how short a response
+    with a reward can be `min_response_tokens` (see PointerChase).
     """
 
     @property

@@ -191,7 +191,8 @@ def _train(
     batch = batching.pack(
         rollout, scored, advantages, correction.weight_BT, num_minibatches=1,
         tokens_per_microbatch=config.learner.tokens_per_microbatch,
-        buckets=config.learner.length_buckets, seed=0,
+        buckets=config.learner.length_buckets, seed=0, aggregation=c.loss_aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
     )  # fmt: skip
     if not batch.minibatches[0]:
         raise UserError(
@@ -199,7 +200,10 @@ def _train(
             "correction_cap, or take another"
         )
     update = tracer.update(batch)
-    size = sum(np.abs(np.float64(m.weight_BT) * m.advantage_BT).sum() for m in batch.minibatches[0])
+    size = sum(
+        np.abs(np.float64(m.scale_BT) * m.weight_BT * m.advantage_BT).sum()
+        for m in batch.minibatches[0]
+    )
     yield (
         "grpo",
         {

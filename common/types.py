@@ -101,7 +101,8 @@ class MicroBatch:
     """A fixed-shape slice of a training batch; padding rows have an all-False mask.
 
     tokens_BT int32, loss_mask_BT bool, advantage_BT float32, weight_BT float32 (importance
-    correction, detached, already masked to 0 where a correction drops the token),
+    correction, detached, already masked to 0 where a correction drops the token), scale_BT float32
+    (multiplies the whole loss of a token: 1, or 1 / response length for the sequence mean),
     logp_old_BT float32 (dense log-probs before the update), logp_ref_BT float32 (reference policy
     of an optional KL term, else equal to logp_old_BT).
     """
@@ -110,6 +111,7 @@ class MicroBatch:
     loss_mask_BT: np.ndarray
     advantage_BT: np.ndarray
     weight_BT: np.ndarray
+    scale_BT: np.ndarray
     logp_old_BT: np.ndarray
     logp_ref_BT: np.ndarray
 
@@ -118,10 +120,12 @@ class MicroBatch:
 class TrainBatch:
     """minibatches[i] is the list of micro-batches of optimizer step i.
 
-    denominators[i]: number of loss tokens of minibatch i (token-mean over the whole minibatch, so
-    that the split into micro-batches cannot change the gradient). stats: scalars worth logging.
+    denominators[i] divides the summed loss of minibatch i: for the token mean the number of its
+    loss tokens (of the whole minibatch, so that the split into micro-batches cannot change the
+    gradient). num_tokens: loss tokens of all minibatches. stats: scalars worth logging.
     """
 
     minibatches: list[list[MicroBatch]]
     denominators: list[float]
+    num_tokens: float
     stats: Mapping[str, float]

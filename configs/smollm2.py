@@ -13,7 +13,7 @@ def get_config() -> Config:
         task=TaskConfig(name="runs/smollm2/prompts.jsonl", num_eval_prompts=4),
         rollout=RolloutConfig(
             prompts_per_step=4,
-            samples_per_prompt=1,
+            samples_per_prompt=2,
             max_prompt_tokens=1664,
             max_response_tokens=384,
             num_slots=4,

@@ -2,17 +2,21 @@
 
 Loss of a minibatch (arXiv 2606.08446, RL recipe), with w the detached correction weight:
 
-    - sum_t w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t) / denominator
-      + kl_coef * sum_t k3(logp_ref_t - logp_t) / denominator,      rho = exp(logp - logp_old)
+    sum_t scale_t (- w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)
+                   + kl_coef k3(logp_ref_t - logp_t)) / denominator,      rho = exp(logp - logp_old)
 
-Micro-batches return sums; the division by the minibatch's token count comes last, so their split
-cannot change the gradient. In the first minibatch after a rollout the weights are those that scored
-it, so logp_old is the pass's own logp, detached: rho is exactly 1.
+where A < 0, dual_clip = c > 1 bounds the gain from below by c A. The oracle of all this is
+common/grpo.py; scale and denominator (token mean: 1 and the token count) come from
+common/batching.py. Micro-batches return sums; the division by the minibatch's denominator comes
+last, so their split cannot change the gradient. In the first minibatch after a rollout the weights
+are those that scored it, so logp_old is the pass's own logp, detached: rho is exactly 1.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +30,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from common import stopping
 from common.config import Config, LearnerConfig
 from common.errors import UserError
+from common.grpo import LOG_RATIO_LIMIT
 from common.types import MicroBatch, TrainBatch
 from sparrow_jax import sharding
 from sparrow_jax.scorer import token_logprobs
 
-FIELDS = ("tokens_BT", "loss_mask_BT", "advantage_BT", "weight_BT", "logp_old_BT", "logp_ref_BT")
+FIELDS = tuple(field.name for field in dataclasses.fields(MicroBatch))
 
 
 @functools.cache  # one object for equal settings: a second learner compiles no second step
@@ -43,17 +48,38 @@ def make_optimizer(c: LearnerConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), adamw)
 
 
-def policy_loss_sum(logp, batch: Mapping[str, jax.Array], clip_low, clip_high, kl_coef, fresh):
+def tangent_exp(x):
+    """exp(x); past LOG_RATIO_LIMIT its tangent there, so no value or gradient overflows."""
+    past = jnp.maximum(x - LOG_RATIO_LIMIT, 0.0)
+    return jnp.exp(jnp.minimum(x, LOG_RATIO_LIMIT)) * (1.0 + past)
+
+
+def k3_estimate(delta):
+    """e(delta) - delta - 1 with e = tangent_exp, never below 0.
+
+    By a series near 0, where the difference of rounded numbers would lose its sign.
+    """
+    d = jnp.clip(delta, -0.1, 0.1)
+    near = d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6))))
+    past = jnp.maximum(delta - LOG_RATIO_LIMIT, 0.0) * math.exp(LOG_RATIO_LIMIT)
+    far = jnp.expm1(jnp.minimum(delta, LOG_RATIO_LIMIT)) + past - delta
+    return jnp.where(jnp.abs(delta) < 0.1, near, far)
+
+
+def policy_loss_sum(
+    logp, batch: Mapping[str, jax.Array], clip_low, clip_high, kl_coef, dual_clip, fresh
+):
     """Summed loss of a micro-batch and sums for the log; `fresh` = first minibatch of a rollout."""
     mask, A = batch["loss_mask_BT"], batch["advantage_BT"]
     old = jnp.where(fresh, jax.lax.stop_gradient(logp), batch["logp_old_BT"])
-    rho = jnp.exp(jnp.where(mask, logp - old, 0.0))
+    rho = tangent_exp(jnp.where(mask, logp - old, 0.0))
     clipped = jnp.clip(rho, 1 - clip_low, 1 + clip_high)
-    objective = batch["weight_BT"] * jnp.minimum(rho * A, clipped * A)
-    delta = jnp.where(mask, batch["logp_ref_BT"] - logp, 0.0)
-    k3 = jnp.exp(delta) - delta - 1
-    loss = -jnp.sum(jnp.where(mask, objective - kl_coef * k3, 0.0))
-    is_clipped = mask & (clipped * A < rho * A)
+    is_dual = (dual_clip > 0) & (A < 0) & (rho > dual_clip)
+    gain = jnp.where(is_dual, dual_clip * A, jnp.minimum(rho * A, clipped * A))
+    k3 = k3_estimate(jnp.where(mask, batch["logp_ref_BT"] - logp, 0.0))
+    objective = batch["scale_BT"] * (batch["weight_BT"] * gain - kl_coef * k3)
+    loss = -jnp.sum(jnp.where(mask, objective, 0.0))
+    is_clipped = mask & (is_dual | (clipped * A < rho * A))
     drift = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logp) - batch["logp_old_BT"]), 0.0)
     sums = {
         "loss": loss,
@@ -149,9 +175,9 @@ class JaxLearner:
             totals = {k: v + sum(float(s[k]) for s in sums) for k, v in totals.items()}
             for s in sums:
                 clipped_T[: len(s["clipped_T"])] += s["clipped_T"]
-        tokens = max(sum(batch.denominators), 1.0)
+        tokens, whole = max(batch.num_tokens, 1.0), max(sum(batch.denominators), 1.0)
         return {
-            "grpo/loss": totals["loss"] / tokens,
+            "grpo/loss": totals["loss"] / whole,
             "grpo/grad_norm": float(np.mean(norms)) if norms else 0.0,
             "grpo/clip_fraction": float(clipped_T.sum() / tokens),
             "grpo/kl_reference": totals["k3"] / tokens,
@@ -164,9 +190,8 @@ class JaxLearner:
         self, micro: list[MicroBatch], denominator: float, fresh: bool
     ) -> tuple[list[dict[str, Any]], float]:
         """One optimizer step: sums of each micro-batch, and the gradient norm before clipping."""
-        c, grpo = self.config.learner, self.config.grpo
+        c, numbers = self.config.learner, self.config.grpo.loss_numbers
         grads = jax.tree.map(jnp.zeros_like, self._params)
-        numbers = (grpo.clip_low, grpo.clip_high, grpo.kl_coef)
         sums: list[dict] = []
         for m in micro:
             stopping.check()

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from common.config import LearnerConfig
+from common.config import GrpoConfig, LearnerConfig
 from common.geometry import QWEN3
 from kernels_pallas import aot
 from kernels_pallas.ops import kernels
@@ -122,7 +122,7 @@ def learner_program(name: str, mesh) -> tuple[str, Any, list[Any], tuple[int, ..
     def step(params, moments, batch):
         grads = jax.tree.map(jnp.zeros_like, params)
         grads, sums = learner.accumulate_gradient(
-            params, grads, batch, (0.2, 0.28, 0.0), True, jnp.float32(1.0),
+            params, grads, batch, GrpoConfig().loss_numbers, True, jnp.float32(1.0),
             graph=graph, dtype=jnp.dtype("bfloat16"), remat=True,
         )  # fmt: skip
         updates, moments = optimizer.update(grads, moments, params)

@@ -84,7 +84,7 @@ class JaxTracer:
 
     def update(self, batch: TrainBatch) -> Update:
         c, own = self.config, self._learner
-        numbers = (c.grpo.clip_low, c.grpo.clip_high, c.grpo.kl_coef)
+        numbers = c.grpo.loss_numbers
         grads, losses = jax.tree.map(jnp.zeros_like, own.params), []
         for m in batch.minibatches[0]:
             grads, sums = learner.accumulate_gradient(

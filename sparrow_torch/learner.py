@@ -5,31 +5,51 @@ The same functions as in sparrow_jax/learner.py; its docstring has the formula.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from common.config import LearnerConfig
+from common.grpo import LOG_RATIO_LIMIT
 from common.types import MicroBatch
 from sparrow_torch.model import Decoder
 from sparrow_torch.scorer import token_logprobs
 
 
+def tangent_exp(x):
+    """exp(x); past LOG_RATIO_LIMIT its tangent there, so no value or gradient overflows."""
+    return x.clamp(max=LOG_RATIO_LIMIT).exp() * (1.0 + (x - LOG_RATIO_LIMIT).clamp(min=0.0))
+
+
+def k3_estimate(delta):
+    """e(delta) - delta - 1 with e = tangent_exp, never below 0.
+
+    By a series near 0, where the difference of rounded numbers would lose its sign.
+    """
+    d = delta.clamp(-0.1, 0.1)
+    near = d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6))))
+    past = (delta - LOG_RATIO_LIMIT).clamp(min=0.0) * math.exp(LOG_RATIO_LIMIT)
+    far = delta.clamp(max=LOG_RATIO_LIMIT).expm1() + past - delta
+    return torch.where(delta.abs() < 0.1, near, far)
+
+
 def policy_loss_sum(
-    logp_BT, batch: Mapping[str, torch.Tensor], clip_low, clip_high, kl_coef, fresh: bool
+    logp_BT, batch: Mapping[str, torch.Tensor], clip_low, clip_high, kl_coef, dual_clip, fresh: bool
 ):
     """Summed loss of a micro-batch and sums for the log; `fresh` = first minibatch of a rollout."""
     mask, A = batch["loss_mask_BT"], batch["advantage_BT"]
     old = logp_BT.detach() if fresh else batch["logp_old_BT"]
-    rho = torch.where(mask, logp_BT - old, 0.0).exp()
+    rho = tangent_exp(torch.where(mask, logp_BT - old, 0.0))
     clipped = rho.clamp(1 - clip_low, 1 + clip_high)
-    objective = batch["weight_BT"] * torch.minimum(rho * A, clipped * A)
-    delta = torch.where(mask, batch["logp_ref_BT"] - logp_BT, 0.0)
-    k3 = delta.exp() - delta - 1
-    loss = -torch.where(mask, objective - kl_coef * k3, 0.0).sum()
+    is_dual = (A < 0) & (rho > dual_clip) if dual_clip > 0 else torch.zeros_like(mask)
+    gain = torch.where(is_dual, dual_clip * A, torch.minimum(rho * A, clipped * A))
+    k3 = k3_estimate(torch.where(mask, batch["logp_ref_BT"] - logp_BT, 0.0))
+    objective = batch["scale_BT"] * (batch["weight_BT"] * gain - kl_coef * k3)
+    loss = -torch.where(mask, objective, 0.0).sum()
     sums = {
         "loss": loss,
-        "clipped_T": (mask & (clipped * A < rho * A)).sum(0),
+        "clipped_T": (mask & (is_dual | (clipped * A < rho * A))).sum(0),
         "k3": torch.where(mask, k3, 0.0).sum(),
     }
     return loss, sums
@@ -40,7 +60,7 @@ def accumulate_gradient(
 ):
     """Add the gradient of one micro-batch's summed loss to each parameter's .grad; the sums.
 
-    numbers: (clip_low, clip_high, kl_coef).
+    numbers: GrpoConfig.loss_numbers.
     """
     device = model.embed_VD.device
     arrays = {name: torch.as_tensor(x, device=device) for name, x in vars(batch).items()}

@@ -115,7 +115,7 @@ class TorchTracer:
 
     def update(self, batch: TrainBatch) -> Update:
         c, model = self.config, self.model
-        numbers = (c.grpo.clip_low, c.grpo.clip_high, c.grpo.kl_coef)
+        numbers = c.grpo.loss_numbers
         losses = [
             float(
                 learner.accumulate_gradient(model, m, numbers, True, c.rollout.temperature)["loss"]

@@ -105,7 +105,7 @@ class TransformersTracer:
         for m in batch.minibatches[0]:
             arrays = {n: torch.as_tensor(x, device=self.model.device) for n, x in vars(m).items()}
             logp_BT, _ = self.scorer.logp_and_entropy(m.tokens_BT, c.rollout.temperature)
-            numbers = (c.grpo.clip_low, c.grpo.clip_high, c.grpo.kl_coef)
+            numbers = c.grpo.loss_numbers
             loss, _ = policy_loss_sum(logp_BT, arrays, *numbers, True)
             loss.backward()
             losses.append(float(loss.detach()))

@@ -130,7 +130,7 @@ def make_config(**changes):
         "num_steps": 3,
         "eval_every": 0,
         "task": TaskConfig(args={"num_symbols": 8, "min_entries": 4, "max_entries": 6,
-                                 "header_tokens": 4}, num_eval_prompts=3),
+                                 "header_tokens": 4, "partial_credit": True}, num_eval_prompts=3),
         "rollout": RolloutConfig(**rollout),
         "grpo": GrpoConfig(**grpo),
         "learner": LearnerConfig(tokens_per_microbatch=1000),

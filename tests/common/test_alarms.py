@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common import alarms
-from common.alarms import EARLY_STEPS, K3_STEPS, RECENT_STEPS, Watch
+from common.alarms import EARLY_STEPS, IDLE_STEPS, K3_STEPS, RECENT_STEPS, Watch
 
 
 def record(length=300.0, k3=1e-3):
@@ -75,3 +75,13 @@ def test_a_resumed_run_goes_on_from_its_records():
 def test_values_that_are_not_finite_are_no_alarm_of_their_own(bad):
     steps = [record()] * 20 + [record(bad, bad)] * 10
     assert not any(raised(steps))
+
+
+def test_steps_that_learn_nothing():
+    idle, busy = record() | {"grpo/grad_norm": 0.0}, record() | {"grpo/grad_norm": 1e-9}
+    found = raised([idle] * (IDLE_STEPS - 1) + [busy] + [idle] * (IDLE_STEPS + 1) + [busy])
+    assert [bool(f) for f in found] == [False] * (2 * IDLE_STEPS - 1) + [True, True, False]
+    assert found[-2][0].startswith("nothing learnt for 6 steps: the gradient was exactly 0")
+    # the steps before a restart count
+    assert Watch([idle] * (IDLE_STEPS - 1)).alarms(idle)
+    assert not raised([record()] * 20)[-1]  # a record without the number says nothing

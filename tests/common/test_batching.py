@@ -53,6 +53,24 @@ def example(num_groups=4, samples=3, seed=0, max_len=40, extra_columns=0):
     return rollout, scored, advantages, weight
 
 
+def by_hand():
+    """Three rows of 2 prompt and 1, 2, 4 response tokens; weights 1. Their lengths come along."""
+    length = np.array([1, 2, 4])
+    t = np.arange(6)
+    response = (t >= 2) & (t < 2 + length[:, None])
+    whole = example(num_groups=1)[0]
+    rollout = dataclasses.replace(
+        whole,
+        tokens_BT=(10 * np.arange(3)[:, None] + t).astype(np.int32),
+        response_mask_BT=response,
+        prompt_len_B=np.full(3, 2, np.int32),
+        total_len_B=(2 + length).astype(np.int32),
+    )
+    logp = np.where(response, -1, 0).astype(np.float32)
+    scored = Scored(logp_dense_BT=logp, entropy_BT=-logp)
+    return rollout, scored, response.astype(np.float32), length
+
+
 def new_logp(tokens):
     """A policy after some updates: a fixed function of the token (unique by row and position)."""
     return -1.0 - 0.5 * np.sin(np.asarray(tokens, np.float64))
@@ -283,3 +301,58 @@ def test_stats_by_hand():
         1 - rollout.total_len_B.sum() / 128
     )
     assert batch.stats["batch/loss_tokens"] == rollout.response_mask_BT.sum()
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 10_000])
+def test_aggregations_by_hand_and_whatever_the_split(tokens):
+    """Rows of 1, 2 and 4 response tokens, A = 1, 1, -1, ratio 1: the gradient of a token is -w A.
+
+    token_mean     -A / 7 each
+    sequence_mean  -A / (3 rows x its own length): 1/3, 1/6, 1/12
+    constant       -A / (3 rows x limit of 5) = -A / 15
+    """
+    rollout, scored, weight, length = by_hand()
+    advantages = grpo.Advantages(
+        advantage_B=np.float32([1, 1, -1]), use_B=np.array([True, True, True])
+    )
+    sign = np.array([-1, -1, 1])
+    for aggregation, want in (
+        ("token_mean", sign / 7),
+        ("sequence_mean", sign / (3 * length)),
+        ("constant", sign / 15),
+    ):
+        batch = batching.pack(
+            rollout, scored, advantages, weight, num_minibatches=1, bucket=64, seed=0,
+            tokens_per_microbatch=tokens, aggregation=aggregation, max_response_tokens=5,
+        )  # fmt: skip
+        assert batch.num_tokens == 7
+        got = {}
+        for m in batch.minibatches[0]:
+            grad = grpo.policy_loss_grad(
+                m.logp_old_BT, m.logp_old_BT, m.advantage_BT, m.weight_BT, m.loss_mask_BT,
+                scale_BT=m.scale_BT, **CLIP,
+            )  # fmt: skip
+            for token, g in zip(m.tokens_BT[m.loss_mask_BT], grad[m.loss_mask_BT], strict=True):
+                got[int(token)] = g / batch.denominators[0]
+        for row in range(3):
+            mine = rollout.tokens_BT[row][rollout.response_mask_BT[row]]
+            np.testing.assert_allclose([got[int(t)] for t in mine], want[row], rtol=1e-6)
+
+
+def test_rows_that_are_not_used_do_not_count_in_an_aggregation():
+    rollout, scored, weight, _ = by_hand()
+    advantages = grpo.Advantages(
+        advantage_B=np.float32([1, 0, -1]), use_B=np.array([True, False, True])
+    )
+    options = dict(num_minibatches=1, tokens_per_microbatch=64, bucket=64, seed=0)
+    for aggregation, want in (("token_mean", 5), ("sequence_mean", 2), ("constant", 10)):
+        batch = batching.pack(
+            rollout, scored, advantages, weight, **options, aggregation=aggregation,
+            max_response_tokens=5,
+        )  # fmt: skip
+        assert batch.denominators == [want] and batch.num_tokens == 5
+    with pytest.raises(ValueError, match="longest response, 4"):
+        batching.pack(
+            rollout, scored, advantages, weight, **options, aggregation="constant",
+            max_response_tokens=3,
+        )  # fmt: skip

@@ -56,11 +56,30 @@ def test_greedy_baseline_needs_no_group_and_refuses_to_do_without_its_reward():
     got = advantage(rewards, greedy=greedy, baseline="greedy", normalize_std=False)
     np.testing.assert_allclose(got.advantage_B, [-1, 0, 1, 0.75, 0.75, 0])
     np.testing.assert_array_equal(got.use_B, [True] * 5 + [False])  # no baseline: missing
-    got = advantage(rewards, greedy=greedy, baseline="greedy")
+    got = advantage(rewards, greedy=greedy, baseline="greedy", normalize_std=True)
     # group 0: std 1; group 1: rewards equal, no std: 0
     np.testing.assert_allclose(got.advantage_B, [-1, 0, 1, 0, 0, 0], atol=2e-6)
     with pytest.raises(ValueError, match="greedy_reward_B"):
         advantage(rewards, baseline="greedy")
+
+
+def test_names_mean_what_the_papers_mean():
+    # rewards 0, 1, 2 and 0, 0.5, 1: the std is 1 and 0.5. Only GRPO divides by it.
+    rewards, zero = [0, 1, 2, 0, 0.5, 1], np.zeros(6)
+    for baseline, divided, want in (
+        ("group_mean", True, [-1, 0, 1, -1, 0, 1]),
+        ("leave_one_out", False, [-1.5, 0, 1.5, -0.75, 0, 0.75]),
+        ("greedy", False, [0, 1, 2, 0, 0.5, 1]),
+    ):
+        got = advantage(rewards, greedy=zero, baseline=baseline).advantage_B
+        np.testing.assert_allclose(got, want, atol=4e-6)
+        assert config(baseline=baseline).divides_by_std is divided
+        for explicit in (True, False):
+            c = config(baseline=baseline, normalize_std=explicit)
+            assert c.divides_by_std is explicit
+    # ReMax at its usual group of 1: reward minus greedy reward
+    got = advantage([1, 0, 1, 0], np.arange(4), greedy=np.zeros(4), baseline="greedy").advantage_B
+    np.testing.assert_array_equal(got, [1, 0, 1, 0])
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
@@ -140,7 +159,7 @@ def test_policy_loss_by_hand():
     # t 4: min(-.5, -.8) = -.8 (clipped);  sum 2 + 2.56 - 1.5 + .25 - .8 = 2.51
     got = grpo.policy_loss(np.log(rho), np.zeros((1, 6)), A, weight, mask, **CLIP)
     assert got.loss_sum == pytest.approx(-2.51)
-    assert (got.denominator, got.num_clipped_low, got.num_clipped_high) == (5, 1, 1)
+    assert (got.num_tokens, got.num_clipped_low, got.num_clipped_high) == (5, 1, 1)
     assert got.clip_fraction == pytest.approx(0.4) and got.kl_sum == 0
 
 
@@ -198,3 +217,42 @@ def test_values_outside_the_mask_do_not_matter():
         junk, junk - 0.1, junk, -junk, mask, kl_coef=0.1, logp_ref_BT=junk - 0.2, **CLIP
     )
     assert clean == dirty
+
+
+def test_dual_clip_by_hand():
+    # A = -1, c = 3: rho 5 -> max(min(-5, -1.28), -3) = -3, no gradient; rho 2 -> -2, gradient 2;
+    # rho 0.5 -> min(-.5, -.8) = -.8, clipped low; A = 1, rho 5: min(5, 1.28) = 1.28, clipped high
+    logp, A = np.log([[5.0, 2.0, 0.5, 5.0]]), np.array([[-1.0, -1.0, -1.0, 1.0]])
+    arrays = (logp, 0 * logp, A, 0 * A + 1, A != 0)
+    got = grpo.policy_loss(*arrays, dual_clip=3.0, **CLIP)
+    assert got.loss_sum == pytest.approx(3 + 2 + 0.8 - 1.28)
+    assert (got.num_clipped_dual, got.num_clipped_low, got.num_clipped_high) == (1, 1, 1)
+    assert got.clip_fraction == 0.75
+    np.testing.assert_allclose(
+        grpo.policy_loss_grad(*arrays, dual_clip=3.0, **CLIP), [[0, 2, 0, 0]], rtol=1e-12
+    )
+    assert grpo.policy_loss(*arrays, **CLIP).loss_sum == pytest.approx(5 + 2 + 0.8 - 1.28)
+
+
+def test_far_log_ratios_follow_the_tangent_of_exp_at_20():
+    # A = -1, log-ratio 90: loss e^20 (1 + 70), gradient e^20; -90: e^-90 is under 0.8, clipped
+    one = np.ones((1, 2))
+    arrays = (np.array([[90.0, -90.0]]), 0 * one, -one, one, one > 0)
+    top = np.exp(20.0)
+    got = grpo.policy_loss(*arrays, **CLIP)
+    assert got.loss_sum == pytest.approx(top * 71 + 0.8)
+    np.testing.assert_allclose(grpo.policy_loss_grad(*arrays, **CLIP), [[top, 0]])
+    # k3, reference minus policy: -90 -> e^-90 + 90 - 1 = 89, gradient 1 - e^-90 = 1;
+    # 90 -> e^20 (1 + 70) - 90 - 1, gradient 1 - e^20
+    options = {"kl_coef": 1.0, "logp_ref_BT": 0 * one, **CLIP}
+    still = (arrays[0], arrays[0], 0 * one, one, one > 0)
+    assert grpo.policy_loss(*still, **options).loss_sum == pytest.approx(89 + top * 71 - 91)
+    np.testing.assert_allclose(grpo.policy_loss_grad(*still, **options), [[1, 1 - top]])
+
+
+def test_k3_of_a_small_difference_keeps_its_sign():
+    # k3(d) = d^2 / 2 + d^3 / 6 + ...; 1e-6 -> 5e-13, where exp(d) - d - 1 is off by up to 1e-16
+    for d in (1e-6, -1e-6, 1e-4, -1e-4):
+        x = np.array([[d]])
+        got = grpo.policy_loss(0 * x, 0 * x, x, x, x != 0, logp_ref_BT=x, **CLIP).kl_sum
+        assert got == pytest.approx(d**2 / 2 + d**3 / 6, rel=1e-3)

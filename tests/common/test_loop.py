@@ -6,8 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from common import metrics
+from common import grpo, metrics, rollout_stats
+from common.config import GrpoConfig, TaskConfig
 from common.errors import UserError
+from common.prompts import PromptSource
+from common.tasks import build_task
 from tests.common.fake_backend import LENGTH, SAMPLES, Fake, make_config
 
 
@@ -218,3 +221,37 @@ def test_a_run_without_a_checkpoint_takes_the_new_schedule(train, tmp_path):
     file.write_text(json.dumps(SCHEDULE | OTHERS["budget"]))
     assert len(train(config, fake)) == 1
     assert json.loads((fake.path / "schedule.json").read_text())["bins"][1]["k"] == 3
+
+
+def test_a_response_limit_below_every_right_answer_is_refused(train):
+    # 4 to 6 facts, at least 75 % of them on the chain: 3 hops of 2 x (key value), and <eos>: 13
+    args = {"num_symbols": 8, "min_entries": 4, "max_entries": 6, "header_tokens": 4}
+    limit = {"max_response_tokens": 12}
+    config = make_config(task=TaskConfig(args=args), rollout=limit)
+    with pytest.raises(UserError, match=r"max_response_tokens=12: .*expected at least 13$"):
+        train(config, Fake(config))
+    # with partial credit one hop and <eos> earn something
+    config = make_config(
+        task=TaskConfig(args=args | {"partial_credit": True}), rollout={"max_response_tokens": 4}
+    )
+    with pytest.raises(UserError, match="expected at least 5$"):
+        train(config, Fake(config))
+
+
+@pytest.mark.parametrize(("overlong", "share"), [("keep", 0.5), ("mask", 0.0), ("zero", 0.0)])
+def test_signal_is_counted_after_overlong_was_applied(overlong, share):
+    # group 0: rewards 1 0, the first cut at the limit: with mask one row is left, with zero both
+    # are 0; group 1: all alike
+    fake = Fake(config := make_config())
+    fake.loaded = 0
+    prompts = PromptSource(build_task(config.task), config.task, config.rollout).batch(0)
+    rollout = fake.generate(prompts, num_samples=2, schedule=None, seed=0)
+    rollout = dataclasses.replace(rollout, finished_B=np.array([False, True, True, True]))
+    rewards = np.array([1.0, 0, 1, 1])
+    advantages = grpo.advantages(
+        rewards, rollout.group_B, config=GrpoConfig(overlong=overlong),
+        finished_B=rollout.finished_B,
+    )  # fmt: skip
+    values = rollout_stats.describe_rollout(rollout, rewards, None, advantages)
+    assert values["reward/groups_with_signal"] == share
+    assert values["reward/mean"] == 0.75

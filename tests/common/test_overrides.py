@@ -86,12 +86,16 @@ def test_settings_that_only_fit_together_are_changed_together():
         ("--config.num_steps=2.0", ["--config.num_steps=2.0", "a whole number"]),
         ("--config.rollout.temperature=hot", ["expected a number", "hot"]),
         ("--config.rollout.temperature=nan", ["expected a number", "nan"]),
+        ("--config.grpo.normalize_std=maybe", ["expected true, false or auto", "maybe"]),
         ("--config.model.qk_norm=maybe", ["expected true or false", "maybe"]),
         ("--config.mismatch.budgets=4,x", ["whole numbers with commas", "4,x"]),
         ("--config.mismatch.budgets=4,8.5", ["expected a whole number, got 8.5"]),
         ("--config.learner.mesh=1,2", ["3 whole numbers", "1,2"]),
         ("--config.task.args=[1]", ["expected a dict"]),
-        ("--config.rollout.temperature=-1", ["config.rollout", "temperature=-1.0", "> 0"]),
+        (
+            "--config.rollout.temperature=-1",
+            ["config.rollout", "temperature=-1.0", "at least 0.01"],
+        ),
         ("--config.grpo.correction=tis", ["config.grpo", "correction='tis'", "token_tis"]),
         ("--config.num_steps", ["no value", "--config.num_steps=VALUE"]),
     ],
@@ -107,7 +111,7 @@ def test_a_mistake_is_one_line_that_says_what_to_change(argument, parts):
 
 @given(
     st.integers(1, 10**6),
-    st.floats(1e-3, 1e3),
+    st.floats(0.01, 100),
     st.sets(st.integers(0, 999), min_size=1),
     st.dictionaries(st.text(min_size=1), st.integers() | st.text() | st.lists(st.booleans())),
 )
@@ -207,3 +211,11 @@ def test_a_missing_recipe_offers_the_nearest(tmp_path, monkeypatch):
         overrides.load("configs/dmo.py")
     with pytest.raises(UserError, match=r"did you mean --config=configs/qwen3_8b.py\?"):
         overrides.load("qwen3_8")
+
+
+def test_a_setting_can_be_left_to_another():
+    assert "--config.grpo.normalize_std=auto    true, false or auto" in overrides.describe()
+    for text, value in (("auto", None), ("no", False), ("true", True)):
+        config = overrides.apply(Config(), {"grpo.normalize_std": text})
+        assert config.grpo.normalize_std is value
+        assert overrides.from_dict(overrides.to_dict(config)) == config

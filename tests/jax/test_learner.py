@@ -131,6 +131,7 @@ def micro_batch(far=0.6):
         loss_mask_BT=mask,
         advantage_BT=rng.normal(size=(B, T)).astype(np.float32),
         weight_BT=weight,
+        scale_BT=rng.uniform(0.5, 1.5, (B, T)).astype(np.float32),
         logp_old_BT=old.astype(np.float32),
         logp_ref_BT=(scored.logp_dense_BT + rng.normal(0, 0.5, (B, T))).astype(np.float32),
     )
@@ -138,7 +139,12 @@ def micro_batch(far=0.6):
 
 def oracle_arguments(m, logp, kl_coef):
     arrays = (logp, m.logp_old_BT, m.advantage_BT, m.weight_BT, m.loss_mask_BT)
-    return arrays, {**LIMITS, "kl_coef": kl_coef, "logp_ref_BT": m.logp_ref_BT}
+    return arrays, {
+        **LIMITS,
+        "kl_coef": kl_coef,
+        "logp_ref_BT": m.logp_ref_BT,
+        "scale_BT": m.scale_BT,
+    }
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -155,7 +161,7 @@ def test_loss_and_gradient_are_those_of_the_oracle_through_the_model(kl_coef):
     zeros = jax.tree.map(jnp.zeros_like, weights())
     fields = {f: getattr(m, f) for f in learning.FIELDS}
     got_grads, sums = learning.accumulate_gradient(
-        weights(), zeros, fields, (0.2, 0.28, kl_coef), False, np.float32(0.7),
+        weights(), zeros, fields, (0.2, 0.28, kl_coef, 0.0), False, np.float32(0.7),
         graph=GRAPH, dtype=F32, remat=False,
     )  # fmt: skip
     np.testing.assert_allclose(sums["loss"], want.loss_sum, rtol=1e-5)
@@ -174,7 +180,9 @@ def test_a_step_goes_along_the_gradient_over_the_denominator():
     grad_logp = jnp.asarray(grpo.policy_loss_grad(*arrays, **options), jnp.float32)
     (grads,) = jax.vjp(lambda p: _logp(p, m.tokens_BT, np.float32(0.7)), weights())[1](grad_logp)
     learner = plain(make())
-    report = learner.update(TrainBatch(minibatches=[[m]], denominators=[50.0], stats={}))
+    report = learner.update(
+        TrainBatch(minibatches=[[m]], denominators=[50.0], num_tokens=50.0, stats={})
+    )
     want = jax.tree.map(lambda w, g: w - RATE * g / 50, weights(), grads)
     for a, b in zip(leaves(learner), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -186,12 +194,13 @@ def test_a_step_goes_along_the_gradient_over_the_denominator():
 def test_report_is_the_mean_over_all_loss_tokens():
     # a first minibatch of 3 tokens without weight, then one whose ratios are known
     m, learner = micro_batch(), make(learning_rate=0.0)
-    want = grpo.policy_loss(
-        *oracle_arguments(m, log_probs(weights(), m.tokens_BT), 0.0)[0], **LIMITS
-    )
+    arrays, options = oracle_arguments(m, log_probs(weights(), m.tokens_BT), 0.0)
+    want = grpo.policy_loss(*arrays, **options)
     first = dataclasses.replace(m, weight_BT=m.weight_BT * 0)
     tokens = float(m.loss_mask_BT.sum())
-    batch = TrainBatch(minibatches=[[first], [m]], denominators=[3.0, tokens], stats={})
+    batch = TrainBatch(
+        minibatches=[[first], [m]], denominators=[3.0, tokens], num_tokens=3.0 + tokens, stats={}
+    )
     report = learner.update(batch)
     num_clipped = want.num_clipped_low + want.num_clipped_high
     assert report["grpo/loss"] == pytest.approx(want.loss_sum / (tokens + 3), rel=1e-5)
@@ -209,17 +218,18 @@ def test_loss_by_hand():
     batch = {
         "loss_mask_BT": jnp.array([[True, True, False]]),
         "advantage_BT": jnp.array([[1.0, -1.0, 5.0]]),
+        "scale_BT": jnp.ones((1, 3)),
         "weight_BT": jnp.array([[2.0, 2.0, jnp.nan]]),  # what is not in the loss cannot harm it
         "logp_old_BT": jnp.log(jnp.array([[0.4, 0.4, 1e-30]])),
         "logp_ref_BT": jnp.log(jnp.array([[1.2, 0.4, 1e-30]])),
     }
     for kl_coef, want in ((0.0, -0.96), (0.5, -0.96 + 0.306853)):
-        loss, sums = learning.policy_loss_sum(logp, batch, 0.2, 0.28, kl_coef, False)
+        loss, sums = learning.policy_loss_sum(logp, batch, 0.2, 0.28, kl_coef, 0.0, False)
         assert float(loss) == pytest.approx(want, abs=1e-5)
         assert sums["clipped_T"].tolist() == [1, 1, 0]
         assert float(sums["k3"]) == pytest.approx(2 * 0.306853, abs=1e-5)
     # in the first minibatch rho = 1 whatever logp_old says: -2 * 1 - 2 * -1 = 0
-    loss, sums = learning.policy_loss_sum(logp, batch, 0.2, 0.28, 0.0, True)
+    loss, sums = learning.policy_loss_sum(logp, batch, 0.2, 0.28, 0.0, 0.0, True)
     assert float(loss) == 0 and not sums["clipped_T"].any()
 
 
@@ -233,7 +243,8 @@ def test_padding_rows_and_columns_do_not_matter():
     for batch in (m, MicroBatch(**wide)):
         learner = plain(make(0.3))
         learner.update(TrainBatch(
-            minibatches=[[batch]], denominators=[float(m.loss_mask_BT.sum())], stats={},
+            minibatches=[[batch]], denominators=[float(m.loss_mask_BT.sum())], num_tokens=1.0,
+            stats={},
         ))  # fmt: skip
         runs.append(leaves(learner))
     for a, b in zip(*runs, strict=True):

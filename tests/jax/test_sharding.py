@@ -37,10 +37,10 @@ def micro(seed, rows=6, length=16):
         loss_mask_BT=rng.random((rows, length)) < 0.7,
         advantage_BT=rng.normal(size=(rows, length)).astype(np.float32),
         weight_BT=rng.random((rows, length)).astype(np.float32),
-        logp_old_BT=logp, logp_ref_BT=logp - 0.1)
+        scale_BT=np.ones((rows, length), np.float32), logp_old_BT=logp, logp_ref_BT=logp - 0.1)
 
 batches = [[micro(0), micro(1)], [micro(2)]]
-batch = TrainBatch(minibatches=batches, stats={},
+batch = TrainBatch(minibatches=batches, stats={}, num_tokens=1.0,
                    denominators=[float(sum(m.loss_mask_BT.sum() for m in b)) for b in batches])
 results, exported = {}, {}
 for mesh in ((1, 1, 1), (2, 2, 2)):

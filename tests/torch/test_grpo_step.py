@@ -43,8 +43,8 @@ QWEN = dataclasses.replace(QWEN, qk_gain=1.0)
 STOP = range(7, 12)  # short and long responses
 TEMPERATURE = 0.8
 CAP, LOW = 1.055, 0.95
-FRESH = {"fresh": True, "numbers": (0.2, 0.28, 0.0)}
-LATER = {"fresh": False, "numbers": (0.2, 0.28, 0.1)}
+FRESH = {"fresh": True, "numbers": (0.2, 0.28, 0.0, 0.0)}
+LATER = {"fresh": False, "numbers": (0.2, 0.28, 0.1, 0.0)}
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ FAULTS = {
     "none": lambda c: (pack("torch", c), {}),
     "sequence mean": lambda c: (sequence_mean(pack("torch", c)), {}),
     "no temperature": lambda c: (pack("torch", c), {"temperature": 1.0}),
-    "clip range swapped": lambda c: (pack("torch", c), {"numbers": (0.28, 0.2, 0.1)}),
+    "clip range swapped": lambda c: (pack("torch", c), {"numbers": (0.28, 0.2, 0.1, 0.0)}),
     "padding unmasked": lambda c: (pack("torch", c, one_more_token()), {}),
 }
 
