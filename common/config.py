@@ -12,20 +12,10 @@ import datetime
 from dataclasses import field
 from typing import Any
 
-from common.config_fields import (
-    COUNT,
-    COUNT_OR_NONE,
-    RATE,
-    ROWS,
-    SEED,
-    TOKENS,
-    TOKENS_OR_NONE,
-    WIDTH,
-    Checked,
-    check,
-    check_within,
-    setting,
-)
+from common.config_fields import (  # noqa: I001
+    COUNT, COUNT_OR_NONE, RATE, ROWS, SEED, TOKENS, TOKENS_OR_NONE, WIDTH, Checked, check,
+    check_within, setting,
+)  # fmt: skip
 
 CORRECTIONS = (
     "none", "token_tis", "sequence_tis", "icepop", "geometric_rejection", "m2po", "jackpot",
@@ -264,10 +254,8 @@ class LearnerConfig(Checked):
 
     def validate(self) -> None:
         buckets = self.length_buckets
-        check(
-            list(buckets) == sorted(set(buckets)),
-            f"length_buckets={buckets}: expected rising, positive lengths",
-        )
+        rising = list(buckets) == sorted(set(buckets))
+        check(rising, f"length_buckets={buckets}: expected rising, positive lengths")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -106,9 +106,6 @@ def build_task(
 
 def stream_seeds(config: TaskConfig) -> tuple[int, int, int]:
     """Seeds of training, evaluation and profile prompts, all different."""
-    for name in ("seed", "eval_seed"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"task.{name}={getattr(config, name)}: expected at least 0")
     profile = config.eval_seed + (2 if config.seed == config.eval_seed + 1 else 1)
     return config.seed, config.eval_seed, profile
 

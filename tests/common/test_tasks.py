@@ -36,7 +36,7 @@ def test_pointer_chase_by_name_and_scores_of_a_rollout():
         ({"args": {"min_entries": 1}}, "min_entries=1: expected|min_entries=1, max"),
         ({"tokenizer": "t.json"}, "pointer_chase has its own tokens"),
         ({"name": "no.jsonl"}, "no such file"),
-        ({"seed": -1}, "task.seed=-1: expected at least 0"),
+        ({"seed": -1}, "^seed=-1: expected at least 0"),
     ],
 )
 def test_wrong_settings_get_one_line(config, message):
