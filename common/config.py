@@ -12,9 +12,19 @@ import datetime
 from dataclasses import field
 from typing import Any
 
-from common.config_fields import (  # noqa: I001
-    COUNT, COUNT_OR_NONE, RATE, ROWS, SEED, TOKENS, TOKENS_OR_NONE, WIDTH, Checked, check,
-    check_within, setting,
+from common.config_fields import (
+    COUNT,
+    COUNT_OR_NONE,
+    RATE,
+    ROWS,
+    SEED,
+    TOKENS,
+    TOKENS_OR_NONE,
+    WIDTH,
+    Checked,
+    check,
+    check_within,
+    setting,
 )  # fmt: skip
 
 CORRECTIONS = (
