@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from common import hf_config
 from common.config import ModelConfig
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.geometry import param_shapes
 from common.run_dir import atomic_write_text
 
@@ -43,6 +44,8 @@ _TENSORS = {
     "k_norm_LH": "self_attn.k_norm",
 }
 _READ_DTYPES = ("F32", "F16", "BF16")
+_BLOCK = 2**20
+"""Values looked at together, to need little memory."""
 _WRITE_DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
 Weights = Iterator[tuple[str, np.ndarray]]
 _CARRIED_FILES = (
@@ -57,7 +60,7 @@ def load(path: str | Path, dtype: Any = np.float32) -> tuple[ModelConfig, Weight
     Reads model.safetensors, or the shards that model.safetensors.index.json lists; float32,
     float16 and bfloat16 tensors. One stacked parameter and one tensor are in host memory at a time.
     UserError, before any weight is read, for a tensor that is missing, not part of the model, or of
-    another shape or type, and for a damaged file.
+    another shape or type, and for a damaged file; while reading, for one that is not finite.
     """
     path = Path(path)
     geometry = hf_config.read_geometry(path)
@@ -65,7 +68,9 @@ def load(path: str | Path, dtype: Any = np.float32) -> tuple[ModelConfig, Weight
     slots = list(_slots(geometry))
     _check_tensors(path, tensors, slots, geometry)
     groups = itertools.groupby(slots, key=lambda slot: slot.param)
-    return geometry, ((name, _read_param(tensors, list(group), dtype)) for name, group in groups)
+    return geometry, (
+        (name, _read_param(path, tensors, list(group), dtype)) for name, group in groups
+    )
 
 
 def stack(tensors: Mapping[str, np.ndarray], geometry: ModelConfig) -> Weights:
@@ -139,8 +144,33 @@ def _hf_shape(param: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(shape[split:]), math.prod(shape[:split]))
 
 
-def _read_param(tensors: Mapping[str, Any], slots: list[_Slot], dtype: Any) -> np.ndarray:
-    return _stacked(slots, lambda name: tensors[name].get_tensor(name), dtype)
+def _read_param(
+    path: Path, tensors: Mapping[str, Any], slots: list[_Slot], dtype: Any
+) -> np.ndarray:
+    return _stacked(slots, lambda name: _read_tensor(path, tensors[name], name, dtype), dtype)
+
+
+def _read_tensor(path: Path, file: Any, name: str, dtype: Any) -> np.ndarray:
+    """One tensor in `dtype`; UserError if it holds a NaN or an infinity, or overflows `dtype`."""
+    try:
+        x = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: tensor {name} cannot be read ({error}); copy it anew") from error
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = x.astype(dtype, copy=False)
+        flat = x.reshape(-1)
+        blocks = range(0, len(flat), _BLOCK)
+        # A NaN or an infinity makes the sum one; the sum is several times faster than a look.
+        suspect = [b for b in blocks if not np.isfinite(flat[b : b + _BLOCK].sum(dtype=np.float32))]
+    for begin in suspect:
+        finite = np.isfinite(flat[begin : begin + _BLOCK])
+        if not finite.all():
+            at = np.unravel_index(begin + int(np.argmin(finite)), x.shape)
+            raise UserError(
+                f"{path}: tensor {name} holds {x[at]} at {[int(i) for i in at]}: values that are "
+                "not finite; the weights are damaged, copy them anew or take an earlier checkpoint"
+            )
+    return x
 
 
 def _stacked(slots: list[_Slot], read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
@@ -183,28 +213,55 @@ def _open_tensors(path: Path) -> dict[str, Any]:
     """Tensor name -> the opened (memory-mapped) file that holds it."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
-        files = [single]
-    elif index.is_file():
-        weight_map = hf_config.read_object(index).get("weight_map")
-        ok = isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())
-        if not ok or not weight_map:
-            raise UserError(f"{index}: has no weight_map; expected tensor names and their files")
-        files = [path / name for name in sorted(set(weight_map.values()))]
-    else:
+        opened = _open_file(single)
+        return dict.fromkeys(opened.keys(), opened)
+    if not index.is_file():
         raise UserError(
             f"{path}: holds neither {single.name} nor {index.name}; "
             "expected a model saved by save_pretrained"
         )
-    tensors = {}
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file}: no such file; {index.name} lists it, copy it here")
-        try:
-            opened = safe_open(file, "np")
-        except SafetensorError as error:
-            raise UserError(f"{file}: damaged ({error}); copy it anew") from error
-        tensors |= dict.fromkeys(opened.keys(), opened)
+    weight_map = _weight_map(index)
+    tensors: dict[str, Any] = {}
+    for file in sorted(set(weight_map.values())):
+        opened = _open_file(path / file)
+        for name in opened.keys():
+            if weight_map.get(name, file) != file or name in tensors:
+                raise UserError(
+                    f"{path / file}: holds tensor {name}, which {index.name} says is in "
+                    f"{weight_map.get(name)}; expected each tensor once, copy the model anew"
+                )
+            tensors[name] = opened
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise UserError(
+                f"{path / file}: tensor {name} is missing, which {index.name} says is there; "
+                "copy the model anew"
+            )
     return tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file beside the index."""
+    weight_map = hf_config.read_object(index).get("weight_map")
+    ok = isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())
+    if not ok or not weight_map:
+        raise UserError(f"{index}: has no weight_map; expected tensor names and their files")
+    for name, file in weight_map.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}", file):
+            raise UserError(
+                f"{index}: {file[:200]!a} as file of tensor {name[:200]!a}; "
+                "expected the plain name of a file beside the index"
+            )
+    return weight_map
+
+
+def _open_file(file: Path) -> Any:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; the index of the model lists it, copy it here")
+    try:
+        return safe_open(file, "np")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: damaged ({one_line(error)[:200]}); copy it anew") from error
 
 
 def _check_tensors(
@@ -227,14 +284,33 @@ def _check_tensors(
                 f"{path}: tensor {slot.tensor} expected one of the types "
                 f"{', '.join(_READ_DTYPES)}, found {found.get_dtype()}"
             )
+    if geometry.tie_embeddings and _TENSORS["head_VD"] in tensors:
+        _check_tied_head(path, tensors)
     unknown = sorted(set(tensors) - {slot.tensor for slot in slots})
     unknown = [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]
     if geometry.tie_embeddings:
         unknown = [name for name in unknown if name != _TENSORS["head_VD"]]
     if unknown:
         raise UserError(
-            f"{path}: tensor {unknown[0]} is not part of the model that config.json describes "
-            f"({geometry.num_layers} layers); check config.json"
+            f"{path}: tensor {ascii(unknown[0])[1:-1][:200]} is not part of the model that "
+            f"config.json describes ({geometry.num_layers} layers); check config.json"
+        )
+
+
+def _check_tied_head(path: Path, tensors: Mapping[str, Any]) -> None:
+    """A head in the file of a tied model must be a copy of the embedding; compared in blocks."""
+    embed, head = (_TENSORS[name] for name in ("embed_VD", "head_VD"))
+    a, b = (tensors[name].get_slice(name) for name in (embed, head))
+    rows, width = a.get_shape()
+    same = b.get_shape() == [rows, width] and b.get_dtype() in _READ_DTYPES
+    step = max(1, _BLOCK // width)
+    for begin in range(0, rows if same else 0, step):
+        block = slice(begin, min(rows, begin + step))
+        same = same and np.array_equal(a[block], b[block], equal_nan=True)
+    if not same:
+        raise UserError(
+            f"{path}: config.json says tie_word_embeddings=true, but {head} is not a copy of "
+            f"{embed}; set tie_word_embeddings to false to use it, or delete the tensor"
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import json_checks, tasks
+from common import hf_config, json_checks, tasks
 from common import schedule as schedules
 from common.config import Config
 from common.errors import UserError
@@ -87,6 +87,17 @@ class ForeignEngine:
         self._engine.load_weights(self._export(params), version)
 
 
+def check_context(config: Config) -> None:
+    """UserError for sequences longer than the context of the model in model.path."""
+    r = config.rollout
+    hf_config.check_context(
+        config.model.path,
+        r.max_prompt_tokens + r.max_response_tokens,
+        f"rollout.max_prompt_tokens={r.max_prompt_tokens} and "
+        f"rollout.max_response_tokens={r.max_response_tokens}",
+    )
+
+
 def resolve_schedule(config: Config) -> Schedule | None:
     """The schedule that config.rollout.schedule names."""
     return schedules.resolve(
@@ -100,6 +111,7 @@ def resolve_schedule(config: Config) -> Schedule | None:
 def open_parts(config: Config) -> Iterator[Parts]:
     """Everything that can be refused is refused here, the cheap checks first."""
     engine_package(config)
+    check_context(config)
     schedule = resolve_schedule(config)
     task = tasks.build_task(config.task, config.model.path, config.rollout.max_prompt_tokens)
     prompts = PromptSource(task, config.task, config.rollout)

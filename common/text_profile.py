@@ -15,7 +15,6 @@ import numpy as np
 from common import chat, hf_config, policies, profile_page, stopping
 from common.config import Config
 from common.errors import UserError
-from common.json_checks import read_object
 from common.kept_parts import KeptParts, weights_stamp
 from common.mismatch import BinStats
 from common.profile_rows import Measured, Profile
@@ -80,9 +79,7 @@ def read_text(config: Config, path: Path, max_tokens: int, sequences: int) -> Te
     if not config.model.path:
         raise UserError("--replay needs --model=DIR, a Hugging Face model directory")
     hf_config.read_geometry(config.model.path)  # refuses what is no model directory
-    limit = read_object(Path(config.model.path) / "config.json").get("max_position_embeddings")
-    if isinstance(limit, int) and max_tokens > limit:
-        raise UserError(f"--max_tokens={max_tokens}: the model's context is {limit} tokens")
+    hf_config.check_context(config.model.path, max_tokens, f"--max_tokens={max_tokens}")
     ids = _ids(config, path)
     least = 4 * config.rollout.page_size
     T = min(max_tokens, len(ids))

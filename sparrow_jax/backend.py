@@ -51,7 +51,7 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             path,
             geometry,
             learner.params,
-            extra={} if geometry.path else {"eos_token_id": list(stop_ids)},
+            extra={} if geometry.path else new_entries(config, stop_ids),
         ),
         export_weights=export_weights,
         geometry=geometry,
@@ -62,6 +62,12 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             "attention": nnx.merge(graph, params).ops.name,
         },
     )
+
+
+def new_entries(config: Config, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Context and stop tokens in config.json of a model from scratch: those of its run."""
+    context = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return {"eos_token_id": list(stop_ids), "max_position_embeddings": max(32768, context)}
 
 
 def build_scorer(config: Config) -> tuple[JaxScorer, ModelConfig, str]:

@@ -18,7 +18,7 @@ from common.hf_config import read_geometry
 from sparrow_jax import hf
 from sparrow_jax.model import Decoder
 
-V, L, D, F, N, K, H = 11, 2, 6, 10, 4, 2, 8
+V, L, D, F, N, K, H = 11, 2, 8, 10, 4, 2, 6
 CONFIG = {
     "vocab_size": V,
     "num_hidden_layers": L,
@@ -226,7 +226,10 @@ def test_harmless_entries_are_accepted(tmp_path, change):
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
             "rope_parameters=.*llama3",
         ),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters="),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
+            "rope_parameters=",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
@@ -238,9 +241,9 @@ def test_harmless_entries_are_accepted(tmp_path, change):
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
-        ({"head_dim": None}, "head_dim is missing"),
-        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
-        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"head_dim": None}, "transformers cannot read it.*head_dim"),
+        ({"rms_norm_eps": None}, "transformers cannot read it.*rms_norm_eps"),
+        ({"rope_theta": None}, "rope_theta=None, expected a number over 1"),
         ({"hidden_size": "6"}, "hidden_size='6', expected a positive int"),
         ({"hidden_size": 6.0}, "hidden_size=6.0, expected a positive int"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True"),
@@ -259,7 +262,7 @@ def test_config_is_refused_in_one_line(tmp_path, change, words):
 
 
 def test_unreadable_config_is_refused(tmp_path):
-    cases = {None: "no such file", "{": "is no JSON", "[1]": "expected a JSON object"}
+    cases = {None: "no such file", "{": "not a JSON file", "[1]": "expected a JSON object"}
     for text, words in cases.items():
         if text is not None:
             (tmp_path / "config.json").write_text(text)
@@ -273,10 +276,10 @@ Q1 = "model.layers.1.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     "tensor, value, words",
     [
-        (Q1, None, rf"{Q1} \[32, 6\] is missing"),
-        ("lm_head.weight", None, r"lm_head.weight \[11, 6\] is missing"),
-        (Q1, (D, N * H), rf"{Q1} expected shape \[32, 6\] by config.json, found \[6, 32\]"),
-        ("model.embed_tokens.weight", (V + 1, D), r"expected shape \[11, 6\].*found \[12, 6\]"),
+        (Q1, None, rf"{Q1} \[24, 8\] is missing"),
+        ("lm_head.weight", None, r"lm_head.weight \[11, 8\] is missing"),
+        (Q1, (D, N * H), rf"{Q1} expected shape \[24, 8\] by config.json, found \[8, 24\]"),
+        ("model.embed_tokens.weight", (V + 1, D), r"expected shape \[11, 8\].*found \[12, 8\]"),
         ("model.layers.2.mlp.up_proj.weight", (F, D), r"layers.2.mlp.up_proj.weight is not part"),
         ("model.layers.0.self_attn.q_proj.bias", (N * H,), "q_proj.bias is not part"),
     ],
@@ -291,9 +294,9 @@ def test_wrong_tensors_are_named(tmp_path, tensor, value, words, writer):
         hf.load(writer(tmp_path / "m", config, tensors))
 
 
-def test_unexpected_type_is_named_and_a_spare_head_is_not_minded(tmp_path):
+def test_unexpected_type_is_named_and_a_copied_head_is_not_minded(tmp_path):
     config, tensors = hf_model("qwen3", True)
-    spare = {"lm_head.weight": np.zeros((V, D), np.float32)}
+    spare = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
     hf.load(write(tmp_path / "m", config, tensors | spare))
     write(tmp_path / "m", config, tensors | {Q1: tensors[Q1].astype(np.int8)})
     with pytest.raises(UserError, match=f"tensor {Q1} expected one of the types F32.*found I8"):
@@ -377,7 +380,7 @@ def test_save_refuses_what_does_not_fit(tmp_path):
         hf.save(tmp_path / "b", geometry, params, dtype="int8")
     pure = nnx.to_pure_dict(params)
     pure["layers"]["o_LNHD"] = pure["layers"]["o_LNHD"][:1]
-    with pytest.raises(ValueError, match=r"'layers.o_LNHD'.*\(2, 4, 8, 6\).*got \(1, 4, 8, 6\)"):
+    with pytest.raises(ValueError, match=r"'layers.o_LNHD'.*\(2, 4, 6, 8\).*got \(1, 4, 6, 8\)"):
         hf.save(tmp_path / "b", geometry, pure)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file: cannot be written"):
