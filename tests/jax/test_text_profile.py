@@ -226,7 +226,7 @@ def test_text_that_cannot_be_replayed(profile, tmp_path, capsys, content, words)
         (["--model=nowhere"], "--model=nowhere: no config.json there"),
         (["--model="], "--replay needs --model=DIR"),
         (["--model=", "--config.model.path=nowhere"], "nowhere/config.json: no such file"),
-        ([f"--max_tokens={CONTEXT + 1}"], f"--max_tokens=97: the model's context is {CONTEXT}"),
+        ([f"--max_tokens={CONTEXT + 1}"], f"is {CONTEXT} (max_position_embeddings"),
         (["--max_tokens=0"], "--max_tokens=0: expected at least 1"),
         (["--max_tokens=15"], "15 tokens; expected 16, four pages, or more"),
         (["--max_tokens=a"], "flag --max_tokens=a"),
