@@ -227,17 +227,22 @@ def _open_tensors(path: Path) -> dict[str, Any]:
         for name in opened.keys():
             if weight_map.get(name, file) != file or name in tensors:
                 raise UserError(
-                    f"{path / file}: holds tensor {name}, which {index.name} says is in "
+                    f"{path / file}: holds tensor {_named(name)}, which {index.name} says is in "
                     f"{weight_map.get(name)}; expected each tensor once, copy the model anew"
                 )
             tensors[name] = opened
     for name, file in weight_map.items():
         if name not in tensors:
             raise UserError(
-                f"{path / file}: tensor {name} is missing, which {index.name} says is there; "
-                "copy the model anew"
+                f"{path / file}: tensor {_named(name)} is missing, which {index.name} "
+                "says is there; copy the model anew"
             )
     return tensors
+
+
+def _named(tensor: str) -> str:
+    """A name from a file, in ASCII and of bounded length."""
+    return ascii(tensor)[1:-1][:200]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -292,7 +297,7 @@ def _check_tensors(
         unknown = [name for name in unknown if name != _TENSORS["head_VD"]]
     if unknown:
         raise UserError(
-            f"{path}: tensor {ascii(unknown[0])[1:-1][:200]} is not part of the model that "
+            f"{path}: tensor {_named(unknown[0])} is not part of the model that "
             f"config.json describes ({geometry.num_layers} layers); check config.json"
         )
 
