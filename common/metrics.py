@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import record_checks
 from common.progress import Progress, format_seconds
 
 FILE_NAME = "metrics.jsonl"
@@ -124,7 +125,7 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     complete = []
     for number, line in enumerate(lines[:-1], start=1):  # lines[-1]: what follows the last newline
         try:
-            record = json.loads(line)
+            record = record_checks.parse(line, METRICS)
         except ValueError as error:
             if number == len(lines) - 1 and not lines[-1]:
                 break  # a torn line whose end is garbage: a crash of the machine, not of the run
@@ -132,10 +133,30 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
                 f"{path}:{number}: expected one JSON object per line, got {line[:60]!r} ({error}); "
                 "restore the file or start a new run directory"
             ) from None
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f"{path}:{number}: expected an object with an integer 'step'")
         complete.append((record, line + b"\n"))
     return complete
+
+
+def read_sound(run_dir: Path | str) -> tuple[list[dict[str, Any]], int]:
+    """(records in order, lines left out): for reports, which a damaged line must not end.
+
+    Left out are lines that are no record, and records that are not later than those before.
+    A torn last line does not count.
+    """
+    path, records, damaged = Path(run_dir) / FILE_NAME, [], 0
+    if not path.exists():
+        return [], 0
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            record = record_checks.parse(line, METRICS)
+        except ValueError:
+            damaged += 1
+            continue
+        if records and record["step"] <= records[-1]["step"]:
+            damaged += 1
+        else:
+            records.append(record)
+    return records, damaged
 
 
 def _sync_directory(directory: Path) -> None:

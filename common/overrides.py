@@ -22,7 +22,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
 import sys
 import traceback
 import types
@@ -267,7 +266,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     elif origin is dict and isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return dict(value)
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value):
+        if abs(value) <= sys.float_info.max:  # no NaN, no integer too large for a float
             return float(value)
     elif hint == bool | None and (value is None or type(value) is bool):
         return value

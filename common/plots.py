@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card"} | 
 }
 STAGES = ("rollout", "reward", "score", "mismatch", "pack", "update", "push", "checkpoint")
 NUM_RESERVED = 3
+LARGEST = 1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,9 @@ class Run:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite int or float, not for bool or None."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """True for an int or float that a figure can show, not for bool, None, NaN or 1e300."""
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return plain and -LARGEST < value < LARGEST
 
 
 def save(svg: str, path: Path | str) -> None:

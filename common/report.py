@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from common import html_page, plots, plots_overview, report_bench, report_words
+from common import html_page, json_checks, plots, plots_overview, report_bench, report_words
 from common.html_page import figures as _figures
 from common.html_page import table as _table
 from common.html_page import text as _text
-from common.metrics import METRICS, read_metrics
+from common.metrics import METRICS, read_sound
 from common.plots import is_number
 from common.report_words import LoadedRun, flatten
+from common.schedule import parse as parse_schedule
 
 _MAX_ALARMS = 40
+_MAX_NAME = 200
 
 
 def write_report(
@@ -48,25 +50,27 @@ def load_runs(run_dirs: Sequence[Path | str]) -> list[LoadedRun]:
     runs: list[LoadedRun] = []
     for path in map(Path, run_dirs):
         config, about = _json(path / "config.json"), _json(path / "run.json")
-        records = read_metrics(path)
-        if not (records or config):
+        mismatch, rollout = (_group(path, config, name) for name in ("mismatch", "rollout"))
+        records, damaged = read_sound(path)
+        if damaged:
+            print(f"{path}: {damaged} damaged line(s) of metrics.jsonl are left out")
+        if not (records or config or damaged):
             raise ValueError(
                 f"{path}: no metrics.jsonl and no config.json; expected a run directory"
             )
-        name = str(config.get("name") or path.resolve().name)
+        name = str(config.get("name") or path.resolve().name)[:_MAX_NAME]
         taken = {run.plot.name for run in runs}
         unique = name if name not in taken else f"{name} ({path.resolve().name})"
         while unique in taken:
             unique += "'"
-        mismatch, rollout = config.get("mismatch") or {}, config.get("rollout") or {}
         plot = plots.Run(
             name=unique,
             records=[{**record, "bins": record.get("bins") or []} for record in records],
             schedule=_schedule(path, about, rollout),
-            tau=mismatch.get("tau"),
-            page_size=rollout.get("page_size", 16),
+            tau=_number(path, mismatch, "tau", 0.0, 1.0, None),
+            page_size=_number(path, rollout, "page_size", 1, 2**20, 16),
         )
-        runs.append(LoadedRun(plot=plot, config=config, about=about))
+        runs.append(LoadedRun(plot=plot, config=config, about=about, damaged=damaged))
     return runs
 
 
@@ -74,22 +78,52 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json_checks.read_object(path)
     except ValueError as error:
-        raise ValueError(f"{path}: expected JSON ({error}); restore the file") from None
-    return data if isinstance(data, dict) else {}
+        raise ValueError(f"{error}; restore the file") from None
+
+
+def _group(path: Path, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    group = config.get(name) or {}
+    if not isinstance(group, Mapping):
+        raise ValueError(f"{path}/config.json: {name}: expected an object; restore the file")
+    return group
+
+
+def _number(path: Path, group: Mapping[str, Any], key: str, low: float, high: float, default):
+    """A number of config.json in [low, high], or the default where there is none."""
+    value = group.get(key)
+    if value is None:
+        return default
+    try:
+        json_checks.number(value, key, low, high)
+    except ValueError as error:
+        raise ValueError(f"{path}/config.json: {error}; restore the file") from None
+    return value
 
 
 def _schedule(
     path: Path, about: Mapping[str, Any], rollout: Mapping[str, Any]
 ) -> Mapping[str, Any] | str | None:
     """The schedule a run used: from run.json, else schedule.json, else 'dense' if configured so."""
-    for found in (about.get("schedule"), _json(path / "schedule.json")):
-        if isinstance(found, Mapping) and found.get("bins") and found.get("page_size"):
-            return found
+    for found, file in ((about.get("schedule"), "run.json"), (_kept(path), "schedule.json")):
         if found == "dense":
             return "dense"
+        if found:
+            try:
+                parse_schedule(found, f"{path / file}")
+            except ValueError as error:
+                raise ValueError(f"{error}; restore the file") from None
+            return found
     return "dense" if rollout.get("schedule") == "dense" else None
+
+
+def _kept(path: Path) -> Any:
+    """schedule.json of a run: "dense" or a schedule; empty if there is none."""
+    file = path / "schedule.json"
+    if file.exists() and file.stat().st_size < 100 and file.read_bytes().strip() == b'"dense"':
+        return "dense"
+    return _json(file)
 
 
 def _page(runs: Sequence[LoadedRun], bench: str) -> str:

@@ -20,11 +20,15 @@ _STEP = "throughput/step_tokens_per_second"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """A run directory in memory: what the figures need, config.json, run.json."""
+    """A run directory in memory: what the figures need, config.json, run.json.
+
+    damaged: lines of metrics.jsonl that are left out.
+    """
 
     plot: Run
     config: Mapping[str, Any]
     about: Mapping[str, Any]
+    damaged: int = 0
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -73,6 +77,9 @@ def verdict(runs: Sequence[LoadedRun]) -> str:
     running = [r.plot.name for r in runs if "still running" in _state(r)]
     if running:
         sentences.append(f"Not complete: {', '.join(running)}; these numbers are provisional.")
+    for run in runs:
+        if run.damaged:
+            sentences.append(f"{run.plot.name}: {run.damaged} damaged line(s) are left out.")
     alarms = sum(len(r.get("alarms") or []) for run in runs for r in run.plot.records)
     if alarms:
         sentences.append(f"{alarms} alarm(s) were raised, see below.")

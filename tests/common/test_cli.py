@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, one line and status 2, Ctrl-C, bugs."""
 
+import errno
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ import pytest
 from common import cli, overrides, run_dir, schedule
 from common.commands import COMMANDS
 from common.config import Config
-from common.errors import UserError, is_user_error
+from common.errors import UserError, is_disk_full, is_user_error
 
 FLAT = schedule.Schedule(page_size=16, bin_tokens=8, budgets=(4,))
 RECIPE = "from common.config import Config\ndef get_config():\n    return Config()\n"
@@ -200,3 +201,24 @@ def test_a_check_of_ours_is_the_users_mistake_and_a_library_error_is_not():
     assert not is_user_error(caught(json.loads, "{"))
     unequal = [np.zeros(2), np.zeros(3)]  # numpy complains from a line of ours, no `raise` of ours
     assert not is_user_error(caught(schedule.Schedule.budgets_at, FLAT, unequal))
+
+
+def test_a_full_disk_is_one_line_and_status_1(folder, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    line = fails(capsys, "schedule --preset=qwen3-4b-0.86 --out=s.json", status=1)
+    assert line == "sparrow: no space left on device; make room; do it again\n"
+    assert os.listdir(folder) == ["r.py"]
+
+
+def test_what_a_library_says_about_a_full_disk_counts():
+    assert is_disk_full(OSError(errno.EDQUOT, "Disk quota exceeded"))
+    inner = ExceptionGroup("many", [KeyError(1), OSError(errno.ENOSPC, "x")])
+    assert is_disk_full(inner)
+    try:
+        raise ValueError("RESOURCE_EXHAUSTED: write failed: No space left on device")
+    except ValueError as error:
+        assert is_disk_full(error)
+    assert not is_disk_full(ValueError("RESOURCE_EXHAUSTED: out of memory"))
