@@ -208,8 +208,12 @@ def test_a_full_disk_is_one_line_and_status_1(folder, capsys, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    line = fails(capsys, "schedule --preset=qwen3-4b-0.86 --out=s.json", status=1)
-    assert line == "sparrow: no space left on device; make room; do it again\n"
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    assert cli.main(["schedule", "--preset=qwen3-4b-0.86", "--out=s.json"]) == 1
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    said = capsys.readouterr().err
+    assert said == "sparrow: no space left on device; make room; do it again\n"
     assert os.listdir(folder) == ["r.py"]
 
 
