@@ -96,6 +96,16 @@ def profile(arguments: Arguments) -> None:
     out = _output_file("out", flags["out"])
     if out.suffix == ".html":
         raise UserError(f"--out={out}: name the .json; the page .html goes beside it")
+    if flags["schedule"]:
+        useless = ("topk", "bin_tokens", "replay", "max_tokens", "sequences", "policy", "estimate")
+        for name in (name for name in useless if flags[name] is not None):
+            raise UserError(
+                f"--{name} has no effect with --schedule, which has its own; leave it out"
+            )
+        config = arguments.config(extra | {"rollout.schedule": flags["schedule"]})
+        _learner(config)
+        importlib.import_module("common.schedule_check").check(config, out)
+        return
     text_only = {"max_tokens": 4096, "sequences": 1, "policy": "mean", "estimate": 0}
     given = {name: flags[name] for name in text_only if flags[name] is not None}
     if not flags["replay"]:

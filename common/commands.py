@@ -54,7 +54,9 @@ COMMANDS: dict[str, Command] = {
             "densely, and writes statistics of alpha = sum_v min(p_dense, p_sparse) "
             "per length bin as JSON. With --replay: on given text, every position, nothing "
             "sampled, e.g. sparrow profile --model=DIR --replay=FILE --bin_tokens=512 "
-            "--topk=4,12,29,61 --out=profile.json. A stopped profile goes on where it was.",
+            "--topk=4,12,29,61 --out=profile.json. A stopped profile goes on where it was. "
+            "With --schedule: the tail of that schedule itself, whose early keys are written with "
+            "fewer pages than those of a uniform budget.",
             example="sparrow profile --config=configs/demo.py --model=runs/warmup/model "
             "--out=runs/profile.json",
             resumes=True,
@@ -72,6 +74,11 @@ COMMANDS: dict[str, Command] = {
                     "recipe's mismatch.budgets",
                 ),
                 Flag(name="bin_tokens", help="width of a length bin; default: the recipe's"),
+                Flag(
+                    name="schedule",
+                    help="measure this schedule (a file, or what rollout.schedule takes) instead "
+                    "of uniform budgets: the tail that it has when it is trained with, by bin",
+                ),
                 Flag(
                     name="replay",
                     help="text file (or a .json list of token ids) to replay "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from common import corrections, mismatch, profile_page, stopping, tasks
+from common import schedule as schedules
 from common.config import Config
 from common.errors import UserError
 from common.kept_parts import KeptParts, weights_stamp
@@ -31,11 +32,7 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
     The dense rollout gives the floor of abs_diff and k3: what engine and scorer differ by without
     any sparsity. Its alpha is 1 by construction: the replay compares the dense pass with itself.
     """
-    if config.rollout.top_p < 1:
-        raise UserError(
-            f"rollout.top_p={config.rollout.top_p}: a profile needs 1.0, since the replay's "
-            "log-probs are not renormalised over the nucleus"
-        )
+    refuse_nucleus(config)
     content = Profile(
         config,
         model=config.model.path or f"from scratch, seed {config.model.init_seed}",
@@ -50,14 +47,23 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
         for i, k in enumerate(budgets):
             stopping.check()
             summary.append(_measure(parts, k, content, kept))
-            progress.print(_show(summary[-1]))
+            progress.print(show(summary[-1]))
             progress(i + 1, len(budgets))
         record = content.record(summary)
         atomic_write_text(out, json.dumps(record, indent=1, allow_nan=False) + "\n")
         page = out.with_suffix(".html")
-        profile_page.write(record, page, [_show(line) for line in summary])
+        profile_page.write(record, page, [show(line) for line in summary])
     print(f"wrote {out} and {page}")
     return record
+
+
+def refuse_nucleus(config: Config) -> None:
+    """UserError if tokens are drawn from a nucleus: the replay knows none."""
+    if config.rollout.top_p < 1:
+        raise UserError(
+            f"rollout.top_p={config.rollout.top_p}: a profile needs 1.0, since the replay's "
+            "log-probs are not renormalised over the nucleus"
+        )
 
 
 def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> dict[str, Any]:
@@ -65,7 +71,13 @@ def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> 
     name = "dense" if k is None else k
     found = kept.get(f"k-{name}")
     if found is None:
-        found = _replayed(parts, k, kept)
+        c = parts.config
+        schedule = (
+            k
+            if k is None
+            else schedules.fixed(k, page_size=c.rollout.page_size, bin_tokens=c.mismatch.bin_tokens)
+        )
+        found = replayed(parts, name, schedule, kept)
         kept.put(f"k-{name}", **found)
     arrays = {name: found[name] for name in ("alpha_BT", "mask_BT", "group_B")}
     stats = content.add(Measured(k=name, **arrays))
@@ -75,18 +87,10 @@ def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> 
     return line
 
 
-def _replayed(parts: Parts, k: int | None, kept: KeptParts) -> dict[str, Any]:
-    """Alpha of rollouts under k, by exact replay, and their line for people."""
-    config = parts.config
-    name, schedule = "dense", None
-    if k is not None:
-        name = k
-        schedule = Schedule(
-            page_size=config.rollout.page_size,
-            bin_tokens=config.mismatch.bin_tokens,
-            budgets=(k,),
-            name=f"k={k}",
-        )
+def replayed(
+    parts: Parts, name: int | str, schedule: Schedule | None, kept: KeptParts
+) -> dict[str, Any]:
+    """Alpha of rollouts under a schedule, by exact replay, and their line for people."""
     rollout = _roll_out(parts, schedule, f"rollout-{name}", kept)
     replay = parts.backend.scorer.replay(rollout, np.arange(len(rollout.prompts)), schedule)
     return {
@@ -134,7 +138,7 @@ def _line(parts: Parts, rollout: Rollout, schedule, name) -> dict[str, Any]:
     }
 
 
-def _show(s: dict[str, Any]) -> str:
+def show(s: dict[str, Any]) -> str:
     show = {q: "-" if s[q] is None else f"{s[q]:.3f}" for q in ("p1_min", "p5_min")}
     return (
         f"k = {s['k']!s:>5}  pages read {s['share_of_pages']:4.0%}  p1 min {show['p1_min']}  "
