@@ -37,7 +37,7 @@ SHARED_BYTES = {"sm_80": 164 * 1024, "sm_90": 228 * 1024, "sm_100": 228 * 1024, 
 SHAPES = {"1.7B": (16, 8), "8B": (32, 8), "14B": (40, 8)}
 """Query and KV heads; 4B has those of 8B."""
 HEAD_DIM, PAGE = 128, 16
-DECODE = ("select_pages", "sparse_decode", "append_kv")
+DECODE = ("select_pages", "sparse_decode", "append_kv", "sample_tokens")
 
 
 class Program(NamedTuple):
@@ -134,16 +134,25 @@ def _amd_registers(assembly: str) -> tuple[int, int]:
 
 def programs() -> Iterator[Program]:
     """Every kernel at every geometry, each program once."""
-    from kernels_triton import append_kv, flash_prefill, select_pages, sparse_decode, token_logprob
+    from kernels_triton import (
+        append_kv,
+        flash_prefill,
+        sample_tokens,
+        select_pages,
+        sparse_decode,
+        token_logprob,
+    )
 
+    modules = select_pages, sparse_decode, append_kv, flash_prefill, token_logprob
     seen = set()
     for shape, (heads, kv_heads) in SHAPES.items():
-        for module in (select_pages, sparse_decode, append_kv, flash_prefill, token_logprob):
+        for module in modules:
             for p in module.programs("bf16", heads, kv_heads, HEAD_DIM, PAGE):
                 what = repr((p.kernel.__name__, p.signature, p.constexprs, p[4:]))
                 if what not in seen:
                     seen.add(what)
                     yield p._replace(name=f"{p.name} ({shape})")
+    yield from sample_tokens.programs("fp32", *SHAPES["8B"], HEAD_DIM, PAGE)  # logits are float32
     for p in sparse_decode.programs("u8", *SHAPES["8B"], HEAD_DIM, PAGE):
         yield p._replace(name=f"{p.name} (8B, float8)")  # read as bytes, which every card can
 

@@ -7,9 +7,10 @@
 Two launches, and between them one int32 per page: the score as an order-preserving integer.
 
 1. score, grid (K x B, blocks of pages): one program gathers the landmarks of `score` candidates of
-   one KV head ([score, H], in registers) and multiplies them with the mean query. Nothing is read
-   for a row that takes all of its candidates or none, nor past its last candidate. KV heads are the
-   fastest axis: the landmarks of a page lie side by side.
+   one KV head ([score, H], in registers) and multiplies them with the mean query. It asks for
+   sizes, page ids and queries at once, so that two loads follow each other and not three. No
+   landmark is read for a row that takes all of its candidates or none, nor past its last candidate.
+   KV heads come first in the grid: the landmarks of a page lie side by side.
 2. list, grid (K x B): one program owns one row and KV head. The k-th largest key, bit by bit from
    the top, by counting keys >= a threshold (no sort); it stops early where exactly k remain. Rows
    of up to `count` pages are counted in registers (32 per thread), longer ones read their keys
@@ -118,17 +119,19 @@ def _score(
     K: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     k, b = (tl.program_id(0) % K).to(tl.int64), (tl.program_id(0) // K).to(tl.int64)
-    n, taken = _row(num_pages_ptr, k_ptr, b, P)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    r, h = tl.arange(0, R_PAD), tl.arange(0, H)
+    # Sizes, page ids and queries are on their way together; landmarks alone wait for a load.
+    ids = tl.load(table_ptr + b * stride_tb + page, mask=page < P, other=0)
+    at = q_ptr + b * stride_qb + (k * R + r)[:, None] * stride_qn + h[None, :]
+    queries = tl.load(at, mask=(r < R)[:, None], other=0.0)
+    n, taken = _row(num_pages_ptr, k_ptr, b, P)
     if _searched(n, taken) & (tl.program_id(1) * BLOCK < n - 2):
-        r, h = tl.arange(0, R_PAD), tl.arange(0, H)
-        at = q_ptr + b * stride_qb + (k * R + r)[:, None] * stride_qn + h[None, :]
-        q = tl.load(at, mask=(r < R)[:, None], other=0.0).to(tl.float32)
-        q = tl.sum(q, 0) / R
+        q = tl.sum(queries.to(tl.float32), 0) / R
         wanted = _is_candidate(page, n)
-        physical = tl.load(table_ptr + b * stride_tb + page, mask=wanted, other=0).to(tl.int64)
-        at = landmarks_ptr + k * stride_lk + (physical * stride_lm)[:, None] + h[None, :]
-        landmarks = tl.load(at, mask=wanted[:, None], other=0.0).to(tl.float32)
+        physical = tl.where(wanted, ids, 0).to(tl.int64)
+        mark_at = landmarks_ptr + k * stride_lk + (physical * stride_lm)[:, None] + h[None, :]
+        landmarks = tl.load(mark_at, mask=wanted[:, None], other=0.0).to(tl.float32)
         key = _ordered(tl.sum(landmarks * q[None, :], 1))
         row = b * K + k
         tl.store(keys_ptr + row * P + page, tl.where(wanted, key, MIN_KEY), mask=page < P)

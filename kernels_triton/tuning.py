@@ -126,3 +126,18 @@ def tune_prefill(itemsize: int, head_dim: int, page: int) -> PrefillTuning:
     forward = PrefillBlocks(128, min(64, keys), 8, 2)
     of_keys = PrefillBlocks(64, min(128, keys), 8, 2)
     return PrefillTuning(forward, PrefillBlocks(64, min(64, keys), 4, 2), of_keys, of_keys)
+
+
+class SampleTuning(NamedTuple):
+    """sample_tokens: entries in a block, a power of 2; parts: of the vocabulary, at most 64."""
+
+    block: int
+    parts: int
+    num_warps: int
+
+
+def tune_sample(rows: int, vocabulary: int, processors: int = PROCESSORS) -> SampleTuning:
+    """Eight entries a thread; eight programs a processor, which hide the latency of Threefry."""
+    block = 1024
+    wanted = -(-8 * processors // max(rows, 1))
+    return SampleTuning(block, max(1, min(64, wanted, -(-vocabulary // block))), num_warps=4)

@@ -9,6 +9,7 @@ The graphs share one pool of memory: a step leaves nothing but its buffers behin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from common.paged_engine import PREFILL_ROWS, Decoding, Drawn
 from kernels_triton.cuda_graph import Capture
 from sparrow_torch.model import Decoder
-from sparrow_torch.sampling import sample
+from sparrow_torch.sampling import fused_sample, nucleus_only, sample
 
 
 def run_again(step: Callable[[], None]) -> Callable[[], None]:
@@ -108,7 +109,8 @@ class Programs:
         self, model: Decoder, cache, *, num_slots: int, table_width: int, chunk: int,
         num_dense: int, stop_ids: Sequence[int], capture: Capture,
     ):  # fmt: skip
-        self.model, self.cache, self.sample, self.capture = model, cache, sample, capture
+        self.model, self.cache, self.capture = model, cache, capture
+        self.sample = fused_sample if model.ops.name == "kernel" else sample
         self.num_slots, self.table_width = num_slots, table_width
         self.chunk, self.num_dense = chunk, num_dense
         embed_VD = model.embed_VD
@@ -125,7 +127,11 @@ class Programs:
         options = {"dynamic": True, "fullgraph": True} | options
         self.model.project = torch.compile(self.model.project, **options)
         self.model.finish = torch.compile(self.model.finish, **options)
-        self.sample = torch.compile(sample, **options)
+        if self.sample is sample:
+            self.sample = torch.compile(sample, **options)
+        else:  # a kernel joins all but top-p
+            nucleus = torch.compile(nucleus_only, **options)
+            self.sample = functools.partial(fused_sample, nucleus=nucleus)
 
     def _tensor(self, x) -> torch.Tensor:
         return torch.as_tensor(x, device=self.device)

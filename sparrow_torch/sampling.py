@@ -20,7 +20,7 @@ def sample(logits_BV, key_B, position_B, temperature: float, top_p: float):
     if not greedy:
         logits_BV = logits_BV / temperature
     if top_p < 1 and not greedy:
-        logits_BV = torch.where(_nucleus(logits_BV, top_p), logits_BV, -torch.inf)
+        logits_BV = nucleus_only(logits_BV, top_p)
     logp_BV = log_softmax(logits_BV)
     score_BV = logp_BV
     if not greedy:
@@ -29,6 +29,25 @@ def sample(logits_BV, key_B, position_B, temperature: float, top_p: float):
         score_BV = logp_BV - torch.log(-torch.log(noise.uniform(bits_BV)))
     token_B = score_BV.argmax(-1)
     return token_B, logp_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def fused_sample(logits_BV, key_B, position_B, temperature: float, top_p: float, *, nucleus=None):
+    """The same by a Triton kernel that makes noise, argmax and log-prob in one pass.
+
+    The kernel's scores do not subtract the log-sum-exp: tokens are those of `sample` unless two
+    scores are within a rounding of each other. nucleus: nucleus_only, or a compiled form of it.
+    """
+    from kernels_triton.sample_tokens import sample_tokens
+
+    if top_p < 1 and temperature != 0:
+        logits_BV = (nucleus or nucleus_only)(logits_BV.float() / temperature, top_p)
+        temperature = 1.0
+    return sample_tokens(logits_BV, key_B, position_B, temperature)
+
+
+def nucleus_only(logits_BV, top_p):
+    """-inf for the tokens that top-p drops."""
+    return torch.where(_nucleus(logits_BV, top_p), logits_BV, -torch.inf)
 
 
 def _nucleus(logits_BV, top_p):

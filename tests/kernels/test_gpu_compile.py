@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 pytest.importorskip("triton", reason="there is no triton for this machine")
 gpu_compile = pytest.importorskip("kernels_triton.gpu_compile")
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-DECODE = "select_pages|sparse_decode|append_kv"
+DECODE = "select_pages|sparse_decode|append_kv|sample_tokens"
 
 
 def python(*arguments):

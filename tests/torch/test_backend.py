@@ -1,6 +1,7 @@
 """What attention=kernel demands of whom, what a run's log says, and the memory of CUDA graphs."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from common.config import Config, ModelConfig, RolloutConfig
 from common.errors import UserError
 from kernels_triton import cuda_graph
 from kernels_triton.ops import REFERENCE, resolve
-from sparrow_torch import backend, engine
+from sparrow_torch import backend, engine, sampling
 
 G = ModelConfig(
     vocab_size=48, num_layers=1, hidden_size=64, intermediate_size=32, num_heads=1, num_kv_heads=1,
@@ -64,6 +65,17 @@ def test_a_head_without_kernels_is_said(monkeypatch):
     )
     made = engine.Engine(G, settings, [], torch.float32, ops=REFERENCE, device="cpu")
     assert made.description.endswith("on cpu, reference")
+
+
+def test_kernels_draw_in_one_pass_and_references_as_before():
+    """The choice, and that torch.compile leaves the kernel alone and takes the rest."""
+    fused = dataclasses.replace(REFERENCE, name="kernel")
+    for ops, want in ((REFERENCE, sampling.sample), (fused, sampling.fused_sample)):
+        made = engine.Engine(G, RolloutConfig(), [], torch.float32, ops=ops, device="cpu")
+        programs = made.open()
+        assert programs.sample is want
+        programs.fuse(backend="eager")
+        assert (getattr(programs.sample, "func", None) is want) == (ops is fused)
 
 
 def test_all_graphs_of_an_engine_share_one_pool(monkeypatch):
