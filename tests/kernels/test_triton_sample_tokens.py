@@ -98,13 +98,13 @@ def test_top_p():
 
 def test_equal_logits_take_the_lowest_token():
     key, position = rows(2)
-    x = torch.full((2, 100), -1.0)
-    x[0, [40, 70, 99]], x[1, [5, 37]] = 2.0, 3.0
+    x = torch.full((2, 300), -1.0)  # two blocks of 128 in one part, the third in another
+    x[0, [40, 70, 170, 299]], x[1, [5, 137]] = 2.0, 3.0
     token, logp = small(x, key, position, 0.0)
     assert token.tolist() == [40, 5]
-    # log of e^2 / (3 e^2 + 97 e^-1), and of e^3 / (2 e^3 + 98 e^-1)
+    # log of e^2 / (4 e^2 + 296 e^-1), and of e^3 / (2 e^3 + 298 e^-1)
     np.testing.assert_allclose(
-        logp.numpy(), [-np.log(3 + 97 * np.exp(-3)), -np.log(2 + 98 * np.exp(-4))], rtol=1e-6
+        logp.numpy(), [-np.log(4 + 296 * np.exp(-3)), -np.log(2 + 298 * np.exp(-4))], rtol=1e-6
     )
 
 
