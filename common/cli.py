@@ -126,6 +126,10 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
     else:
         config_file, changes = None, {}
     values = _flag_values(command)
+    for name in (word.partition("=")[0] for word in argv if word.startswith("-")):
+        if len(name) > 60:  # absl looks for the nearest name by recursion over its letters
+            raise UserError(f"{name[:40]}...: no such flag; `sparrow help {command.name}` lists "
+                            "the flags")  # fmt: skip
     try:
         names = values(["sparrow", *argv])[1:]
     except flags.Error as error:

@@ -228,11 +228,11 @@ def _literal(text: str) -> Any:
     """JSON, else a Python literal, else the text itself."""
     try:
         return json.loads(text)
-    except ValueError:  # no JSON, or a number of thousands of digits
+    except (ValueError, RecursionError):  # no JSON, thousands of digits, or brackets
         pass
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
