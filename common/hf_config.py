@@ -58,7 +58,7 @@ def read_geometry(path: str | Path) -> ModelConfig:
     """
     where = Path(path) / "config.json"
     config, architecture = _read(where)
-    fields = {ours: _size(config, key, where) for ours, key in _SIZES.items()}
+    fields: dict[str, Any] = {o: _size(config, key, where) for o, key in _SIZES.items()}
     fields["rope_theta"] = _number(config, "rope_theta", where, 1, 1e15)
     fields["norm_eps"] = _number(config, "rms_norm_eps", where, 0, 1)
     fields["qk_norm"] = architecture == "Qwen3ForCausalLM"
@@ -236,7 +236,8 @@ def _size(config: Mapping[str, Any], key: str, where: Path) -> int:
 
 def _number(config: Mapping[str, Any], key: str, where: Path, low: float, high: float) -> float:
     value = config.get(key)
-    if type(value) not in (int, float) or not low < value <= high:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low < value <= high:
         raise UserError(
             f"{where}: {key}={_show(value)}, expected a number over {low:g}, at most {high:g}"
         )
