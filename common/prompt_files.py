@@ -229,7 +229,9 @@ def _answer(row: Row, chase: PointerChase | None) -> dict[str, Any]:
         reasoning.check_generator(generator, {})
         if not isinstance(truth, dict) or "answer" not in truth:
             raise ValueError(f"ground_truth={str(truth)[:100]}: expected the generator's entry")
-        return reasoning.make_answer(generator, {}, {"metadata": {}, **truth})
+        answer = reasoning.make_answer(generator, {}, {"metadata": {}, **truth})
+        reasoning.check_scorer(answer)
+        return answer
     raise ValueError(
         f"data_source={source[:80]!r}: no scorer; known: pointer_chase, openai/gsm8k, "
         "reasoning_gym:<generator>"

@@ -49,6 +49,10 @@ REFUSED = {
     "composite": "it is a mixture of others; name one of them",
 }
 """generator -> why it is not offered."""
+_FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def stream(seed: int) -> int:
@@ -154,6 +158,22 @@ def score_entry(answer: Mapping[str, Any], response: str | None) -> float:
         return 0.0
     dataset = _dataset(answer["generator"], json.dumps(answer["args"]), 0)
     return float(dataset.score_answer(answer=response, entry=answer["entry"]))
+
+
+def check_scorer(answer: Mapping[str, Any]) -> None:
+    """ValueError, one line, if the scorer fails on the right answer itself.
+
+    A package that is missing, or metadata that a row lacks, would else be a silent 0 for every
+    response.
+    """
+    try:
+        score_entry(answer, answer["entry"]["answer"])
+    except _FAILURES as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{PREFIX}{answer['generator']}: its scorer fails on the right answer "
+            f"({type(error).__name__}: {said})"
+        ) from None
 
 
 def check_generator(generator: str, args: Mapping[str, Any]) -> None:

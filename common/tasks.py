@@ -89,12 +89,14 @@ def build_task(
             )
         generator = name.removeprefix(reasoning.PREFIX)
         reasoning.check_generator(generator, config.args)
-        return reasoning.ReasoningTask(
+        task = reasoning.ReasoningTask(
             generator=generator,
             args=config.args,
             codec=load_codec(config.tokenizer, model_path, config.date),
             deadline_seconds=config.deadline_seconds,
         )
+        reasoning.check_scorer(task.prompt(config.seed, 0).answer)  # and its template, at start
+        return task
     if name.endswith(SUFFIXES):
         return prompt_files.load_file_task(config, model_path, max_prompt_tokens)
     known = [PointerChase.name, f"{reasoning.PREFIX}<generator>"]

@@ -8,7 +8,7 @@ import pytest
 from common import reasoning, tasks
 from common.config import TaskConfig
 from common.grading import GraderPool
-from tests.common.task_files import rollout, write_tokenizer
+from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,27 @@ def test_every_offered_scorer_accepts_its_own_kind_of_answer():
         answer = json.loads(json.dumps(reasoning.make_answer(name, {}, entry)))
         assert reasoning.score_entry(answer, entry["answer"]) == 1.0
         assert reasoning.score_entry(answer, "") < 0.5
+
+
+def test_a_scorer_that_cannot_work_is_refused_at_start(task, tmp_path, monkeypatch):
+    """Else each of its responses would score 0 without a word."""
+    tokenizer = write_tokenizer(tmp_path / "t")
+    # this scorer reads metadata["solution"], which the row lacks
+    rows = [row("?", {"answer": "x"}, "reasoning_gym:futoshiki")]
+    config = TaskConfig(name=write_jsonl(tmp_path / "d.jsonl", rows), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="line 1: .*its scorer fails on the right answer"):
+        tasks.build_task(config)
+
+    def missing(self, answer, entry):
+        raise ImportError("No module named 'far'")
+
+    monkeypatch.setattr(type(reasoning._dataset("chain_sum", "{}", 0)), "score_answer", missing)
+    with pytest.raises(ValueError, match="fails on the right answer .ImportError: No module") as e:
+        tasks.build_task(TaskConfig(name="reasoning_gym:chain_sum", tokenizer=tokenizer))
+    assert "\n" not in str(e.value)
+    dated = write_tokenizer(tmp_path / "u", "{{ strftime_now('%d %B %Y') }}")
+    with pytest.raises(ValueError, match="set task.date"):  # before anything is compiled
+        tasks.build_task(TaskConfig(name="reasoning_gym:leg_counting", tokenizer=dated))
 
 
 @pytest.mark.parametrize(
