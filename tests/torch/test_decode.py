@@ -86,7 +86,7 @@ def captured_engine(recorder, seed=0, **settings):
 
 
 @functools.cache
-def plain(schedule=SPARSE, seed=5):
+def plain(schedule=SPARSE, seed=test_engine.SEED):
     """What an engine samples whose steps are not captured."""
     return generate(test_engine.torch_engine(), schedule, seed=seed)
 
@@ -164,5 +164,5 @@ def test_torch_compile_takes_the_small_operations_whole():
     engine = Engine(QWEN, test_engine.config(), STOP, torch.float32, ops=REFERENCE, device="cpu")
     engine.open().fuse(backend=backend)
     engine.load_weights(export_weights(test_engine.weights(QWEN)[1]), 3)
-    assert_same(generate(engine), plain())
+    assert_same(generate(engine, seed=5), plain(seed=5))  # as other lengths may add a program
     assert 3 <= len(graphs) <= 9  # each of three functions: prefill, one row, several rows

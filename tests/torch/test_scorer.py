@@ -39,7 +39,7 @@ def scorers():
 
 @functools.cache
 def rollout(schedule=SPARSE):
-    return generate(torch_engine(), schedule, temperature=0.8)
+    return generate(torch_engine(), schedule, seed=5, temperature=0.8)
 
 
 def close(got, want):
