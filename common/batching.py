@@ -124,7 +124,7 @@ def pack(
     minibatches = [
         [
             MicroBatch(**{k: take_rows(v, part[rows], T, B) for k, v in fields.items()})
-            for part in [part[active_B[part]]]
+            for part in [np.asarray(part)[active_B[part]]]
             for rows, T, B in length_batches(
                 rollout.total_len_B[part], tokens_per_microbatch, bucket, buckets
             )

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -152,7 +153,7 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
 
 
 def _flag_values(command: Command) -> flags.FlagValues:
-    define = {str: flags.DEFINE_string, bool: flags.DEFINE_bool}
+    define: dict[Any, Any] = {str: flags.DEFINE_string, bool: flags.DEFINE_bool}
     define |= {int: flags.DEFINE_integer, float: flags.DEFINE_float}
     values = flags.FlagValues()
     for flag in command.flags:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from common import overrides, stopping
 from common.command_types import Arguments
@@ -106,7 +107,12 @@ def profile(arguments: Arguments) -> None:
         _learner(config)
         importlib.import_module("common.schedule_check").check(config, out)
         return
-    text_only = {"max_tokens": 4096, "sequences": 1, "policy": "mean", "estimate": 0}
+    text_only: dict[str, Any] = {
+        "max_tokens": 4096,
+        "sequences": 1,
+        "policy": "mean",
+        "estimate": 0,
+    }
     given = {name: flags[name] for name in text_only if flags[name] is not None}
     if not flags["replay"]:
         if given:
@@ -200,7 +206,7 @@ def cost(arguments: Arguments) -> None:
 
     path = arguments.flags["out"]
     out = _output_file("out", path) if path else None
-    table, record = cost_report.run(arguments.flags)
+    table, record = cost_report.run(dict(arguments.flags))
     print(table)
     if out is not None:
         run_dir.atomic_write_text(out, json.dumps(record, indent=1) + "\n")

@@ -80,7 +80,9 @@ def _figures(result: Comparison, *dtypes: str) -> Iterator[tuple[str | None, str
             y = np.log10(np.maximum(row.by_layer, 1e-9))
             figure.axes.plot(range(len(y)), y, color=plots.color_of(i), marker="o", markersize=3)
             ends.append((y[-1], label, plots.color_of(i)))
-        limit = np.log10(rows[0].limit.largest)
+        tolerance = rows[0].limit
+        assert tolerance is not None, "rows by layer have a limit"
+        limit = np.log10(tolerance.largest)
         figure.axes.axhline(limit, color=plots.INK, linewidth=1.2, linestyle=(0, (4, 3)))
         plots.step_axis(figure.axes, np.arange(len(rows[0].by_layer)), "layer")
         figure.unit("log10 of the largest deviation, relative; dashed: tolerance")

@@ -90,7 +90,7 @@ class Controller:
                     "set rollout.schedule and mismatch.budgets back, or name a new run"
                 )
             self.bins = [
-                Bin(**{**b, "low": Share(**b["low"]), "high": Share(**b["high"])})
+                dataclasses.replace(Bin(**b), low=Share(**b["low"]), high=Share(**b["high"]))
                 for b in state["bins"]
             ]
 

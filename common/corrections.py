@@ -168,7 +168,7 @@ def correct(
 
 def masked_log_ratio(log_ratio_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
     """float64, 0 outside the mask. Raises ValueError where a response token is not finite."""
-    log_ratio = np.where(mask_BT, np.float64(log_ratio_BT), 0.0)
+    log_ratio = np.where(mask_BT, np.asarray(log_ratio_BT, np.float64), 0.0)
     num_bad = int((~np.isfinite(log_ratio)).sum())
     if num_bad:
         raise ValueError(
@@ -198,7 +198,7 @@ def summary(
     """
     mask = np.asarray(mask_BT, bool)
     n = int(mask.sum())
-    log_ratio = np.clip(np.float64(log_ratio_BT)[mask], -_LOG_LIMIT, _LOG_LIMIT)
+    log_ratio = np.clip(np.asarray(log_ratio_BT, np.float64)[mask], -_LOG_LIMIT, _LOG_LIMIT)
     ratio = np.exp(log_ratio)
     columns = {
         "k1": -log_ratio,
@@ -206,11 +206,11 @@ def summary(
         "alpha_estimate": np.minimum(ratio, 1.0),
     }
     if logp_sparse_BT is not None:
-        logp_sparse = np.float64(logp_sparse_BT)[mask]
+        logp_sparse = np.asarray(logp_sparse_BT, np.float64)[mask]
         columns["prob_gap"] = np.abs(np.exp(logp_sparse) - np.exp(logp_sparse + log_ratio))
     stats = {"num_tokens": float(n), "max_ratio": float(ratio.max()) if n else 0.0}
     if weight_BT is not None:
-        weight = np.float64(weight_BT)[mask]
+        weight = np.asarray(weight_BT, np.float64)[mask]
         columns |= {"mean_weight": weight, "masked_fraction": weight == 0}
         square = n * float((weight**2).sum())
         stats["ess"] = float(weight.sum()) ** 2 / square if square else 0.0
@@ -237,8 +237,8 @@ def by_bin(
         int(b): summary(
             log_ratio_BT,
             mask & (bin_T == b),
-            weight_BT=correction and correction.weight_BT,
-            clipped_BT=correction and correction.clipped_BT,
+            weight_BT=None if correction is None else correction.weight_BT,
+            clipped_BT=None if correction is None else correction.clipped_BT,
             logp_sparse_BT=logp_sparse_BT,
         )
         for b in np.unique(bin_T[mask.any(axis=0)])

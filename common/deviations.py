@@ -52,7 +52,7 @@ def row_of(
     if limit is not None:
         bad = np.flatnonzero((largest > limit.largest) | (mean > limit.mean))
     where, layer = "", 0
-    if len(bad):
+    if limit is not None and len(bad):
         layer = int(bad[-1] if backward else bad[0])
         where = _where(dev[layer] if layered else dev, limit.largest, axes[layered:])
         if layered:
@@ -81,7 +81,7 @@ def _gap(x: np.ndarray, y: np.ndarray, valid=True, *, void: bool = False) -> np.
 
     void: NaN on both sides means that there was nothing to record.
     """
-    x, y = np.float64(x), np.float64(y)
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     with np.errstate(invalid="ignore"):
         gap = np.where(x == y, 0.0, np.abs(x - y))
     both = np.isnan(x) & np.isnan(y) & void
@@ -94,7 +94,7 @@ def _sizes(x: np.ndarray, same_BT: np.ndarray) -> np.ndarray:
 
     Not the layer's rms: in real models a few positions are a hundred times as large as the others.
     """
-    square = np.float64(x) ** 2
+    square = np.asarray(x, np.float64) ** 2
     own = np.sqrt(square if x.ndim == 3 else square.mean(-1))
     valid = same_BT & np.isfinite(own)
     with np.errstate(invalid="ignore"):

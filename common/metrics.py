@@ -111,11 +111,11 @@ def evaluations(
     points = []
     for record in records:
         for updates, prefix in ((0, "eval/start_"), (record["step"] + 1, "eval/")):
-            value, *ends = (
+            value, low, high = (
                 record.get(f"{prefix}{k}") for k in ("reward", "reward_low", "reward_high")
             )
             if isinstance(value, int | float):
-                points.append((updates, value, *ends))
+                points.append((updates, value, low, high))
     return points
 
 
@@ -254,7 +254,9 @@ class _TensorBoard:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        events: Any = event_pb2  # protobuf makes the classes at run time
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
         directory = run_dir / "tensorboard"
         directory.mkdir(exist_ok=True)
         older = [p.name for p in directory.glob("events.out.tfevents.*")]
@@ -265,7 +267,7 @@ class _TensorBoard:
         self._records = RecordWriter((directory / name).open("wb"))
         self._add(file_version="brain.Event:2")
         if older:  # TensorBoard drops what older files say about this and later steps
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            start = events.SessionLog(status=events.SessionLog.START)
             self._add(step=resume_step, session_log=start)
 
     def _add(self, **fields: Any) -> None:

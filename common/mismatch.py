@@ -199,6 +199,9 @@ def topk_estimate(
     """
     same_NJJ = np.asarray(ids_dense_NJ)[:, :, None] == np.asarray(ids_sparse_NJ)[:, None, :]
     smaller_NJJ = np.exp(
-        np.minimum(np.float64(logp_dense_NJ)[:, :, None], np.float64(logp_sparse_NJ)[:, None, :])
+        np.minimum(
+            np.asarray(logp_dense_NJ, np.float64)[:, :, None],
+            np.asarray(logp_sparse_NJ, np.float64)[:, None, :],
+        )
     )
     return np.where(same_NJJ, smaller_NJJ, 0.0).sum(axis=(1, 2))

@@ -33,7 +33,7 @@ def rope(x_TNH: np.ndarray, positions_T: np.ndarray, theta: float) -> np.ndarray
     """
     x_TNH = np.asarray(x_TNH, np.float64)
     half = x_TNH.shape[-1] // 2
-    angle = np.float64(positions_T)[:, None, None] * theta ** (-np.arange(half) / half)
+    angle = np.asarray(positions_T, np.float64)[:, None, None] * theta ** (-np.arange(half) / half)
     a, b = x_TNH[..., :half], x_TNH[..., half:]
     return np.concatenate(
         [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1

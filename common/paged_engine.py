@@ -214,6 +214,7 @@ class _Run:
         self.done: dict[int, _Slot] = {}
         self.stats = {"prefill_tokens": 0.0, "decode_tokens": 0.0, "decode_steps": 0.0}
         self.plan = plan_budgets(schedule, engine.table_width)
+        self.temperature, self.top_p = 1.0, 1.0
 
     @property
     def unfinished(self) -> bool:
@@ -294,7 +295,7 @@ class _Run:
         assert active.any(), "no runnable row: the page pool is too small"
         drawn = self.device.decode(
             Decoding(
-                active, self.cached_S, self.limit_S, tuple(self.key_S), self.table_SP,
+                active, self.cached_S, self.limit_S, (self.key_S[0], self.key_S[1]), self.table_SP,
                 *self.plan, self.temperature, self.top_p,
             )
         )  # fmt: skip
@@ -303,6 +304,7 @@ class _Run:
         self.stats["decode_steps"] += float(drawn.num_drawn_S.max())
         for i in np.flatnonzero(active):
             slot = self.slots[i]
+            assert slot is not None, "active"
             slot.tokens.append(drawn.tokens_ST[i, : drawn.num_drawn_S[i]])
             slot.logps.append(drawn.logp_ST[i, : drawn.num_drawn_S[i]])
             if not drawn.active_S[i]:

@@ -25,7 +25,7 @@ def write(profile: Mapping[str, Any], out: Path, summary: Sequence[str] = ()) ->
         f"<h1>{text(title)}</h1>",
         f'<p class="muted">{text(about)}</p>',
         *(f"<p>{text(line)}</p>" for line in summary),
-        html_page.figures(_tails(profile)),
+        html_page.figures([*_tails(profile)]),
         "<h2>How alpha is distributed</h2>",
         html_page.figures([*_mean_and_tail(profile), *_histograms(profile)]),
         _shapes(profile),

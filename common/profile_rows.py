@@ -67,12 +67,14 @@ class Profile:
                 rows += [{"k": m.k, **s.__dict__} for s in part]
         self._shape.append({"k": m.k, **tail_shape.describe(m.alpha_BT, m.mask_BT, stats)})
         if m.estimate_BT is not None:
-            self._topk += self._compare(m, stats)
+            self._topk += self._compare(m, m.estimate_BT, stats)
         return stats
 
-    def _compare(self, m: Measured, exact: list[mismatch.BinStats]) -> list[dict[str, Any]]:
+    def _compare(
+        self, m: Measured, estimate_BT: np.ndarray, exact: list[mismatch.BinStats]
+    ) -> list[dict[str, Any]]:
         """The estimate beside the exact value, by bin; it is too low by what the lists miss."""
-        estimate = np.minimum(m.estimate_BT, 1.0)
+        estimate = np.minimum(estimate_BT, 1.0)
         stats = mismatch.statistics(estimate, m.mask_BT, m.group_B, **self._how)
         return [
             {"k": m.k, "bin": e.bin, "p5": e.p5, "p5_topk": t.p5, "mean_bias": t.mean - e.mean}

@@ -55,16 +55,23 @@ class FileTask:
         return (Path(self.name), *(self.codec.files if self.codec else ()))
 
     @property
+    def _reader(self) -> TextCodec | PointerChase:
+        """What turns tokens into text and back."""
+        reader = self.codec or self.chase
+        assert reader is not None, "one of the two is always there"
+        return reader
+
+    @property
     def vocab_size(self) -> int:
-        return (self.codec or self.chase).vocab_size
+        return self._reader.vocab_size
 
     @property
     def pad_id(self) -> int:
-        return (self.codec or self.chase).pad_id
+        return self._reader.pad_id
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        return (self.codec or self.chase).stop_ids
+        return self._reader.stop_ids
 
     @property
     def num_items(self) -> int:
@@ -88,15 +95,16 @@ class FileTask:
 
     def score(self, answer: Mapping[str, Any], response: np.ndarray) -> float:
         """Score of one response in [0, 1], by the row's scorer."""
-        if self.codec is None:
+        if self.chase is not None:
             return self.chase.score(answer, response)
+        assert self.codec is not None and self.deadline_seconds is not None
         if job := self.job(answer, response):
             with GraderPool(1, self.deadline_seconds) as pool:
                 return pool.score([job])[0]
         return score_number(answer, self.codec.text(response))
 
     def text(self, tokens: np.ndarray) -> str:
-        return (self.codec or self.chase).text(tokens)
+        return self._reader.text(tokens)
 
     def describe(self, eval_seed: int) -> list[str]:
         """Lines for the console: how the rows are used, and what is odd about that."""
@@ -186,6 +194,7 @@ def _prompt(
     try:
         answer = _answer(row, chase)
         if chase is None:
+            assert codec is not None, "one of the two is always there"
             tokens = codec.encode(row.messages)
         else:
             tokens = chase.tokens(" ".join(message["content"] for message in row.messages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 LARGEST = 2**53
 """Of a whole number: beyond it, floats have gaps."""
@@ -31,7 +31,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST
 
 

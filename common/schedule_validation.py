@@ -44,7 +44,7 @@ def validate(
         {"found_on": "A", "judged_on": "B", **_cross(a, b, criterion)},
         {"found_on": "B", "judged_on": "A", **_cross(b, a, criterion)},
     ]
-    bins = [entry for direction in directions for entry in direction["bins"]]
+    bins: list[Any] = [entry for direction in directions for entry in direction["bins"]]
     return {**criterion, **_sum_up(bins, tau, quantile_name(quantile)), "directions": directions}
 
 
@@ -65,7 +65,12 @@ def _cross(
             unjudged.append(b)
             continue
         width = finder["bin_tokens"]
-        entry = {"bin": b, "start": b * width, "end": (b + 1) * width, "k": written(k)}
+        entry = {
+            "bin": b,
+            "start": b * width,
+            "end": (b + 1) * width,
+            "k": written(DENSE if k is None else k),
+        }
         entry |= {name: row[name], "low": row[f"{name}_low"], "high": row[f"{name}_high"]}
         bins.append({**entry, "holds": row[name] >= tau})
     return {**_sum_up(bins, tau, name), "unjudged_bins": unjudged, "bins": bins}

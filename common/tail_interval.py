@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -35,11 +36,13 @@ def quantile_interval(units: Sequence[np.ndarray], q: float) -> tuple[float, flo
     """
     if len(units) < MIN_UNITS:
         return 0.0, 1.0
-    size_G = np.float64([len(unit) for unit in units])
+    size_G = np.asarray([len(unit) for unit in units], np.float64)
     values = np.unique(np.concatenate(units))
 
-    def share(theta: float, side: str) -> tuple[float, float]:
-        return share_interval(size_G, np.float64([u.searchsorted(theta, side) for u in units]))
+    def share(theta: float, side: Literal["left", "right"]) -> tuple[float, float]:
+        return share_interval(
+            size_G, np.asarray([u.searchsorted(theta, side) for u in units], np.float64)
+        )
 
     # theta in [values[i], values[i + 1]) is too low if the share up to values[i] is surely under q.
     low = _first(len(values), lambda i: share(values[i], "right")[1] >= q)

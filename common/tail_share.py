@@ -38,7 +38,7 @@ class Share:
 
     def add(self, n_G: np.ndarray, x_G: np.ndarray, decay: float) -> Share:
         """Older weights times `decay`, then units with n_G tokens, x_G of them under."""
-        n, x = np.float64(n_G), np.float64(x_G)
+        n, x = np.asarray(n_G, np.float64), np.asarray(x_G, np.float64)
         return Share(
             wn=decay * self.wn + float(n.sum()),
             wx=decay * self.wx + float(x.sum()),

@@ -132,6 +132,7 @@ def score(task: Task, rollout: Rollout, pool: GraderPool | None = None) -> np.nd
         return rewards
     if pool is None:
         workers = min(len(jobs), os.cpu_count() or 1)
+        assert task.deadline_seconds is not None, "a task that makes jobs has a deadline"
         with GraderPool(workers, task.deadline_seconds) as own:
             rewards[list(jobs)] = own.score(list(jobs.values()))
     else:

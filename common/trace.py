@@ -199,6 +199,7 @@ def _train(
             f"grpo.correction={c.correction} drops every token here; widen grpo.correction_low and "
             "correction_cap, or take another"
         )
+    assert tracer.update is not None, "stages asks first"
     update = tracer.update(batch)
     size = sum(
         np.abs(np.float64(m.scale_BT) * m.weight_BT * m.advantage_BT).sum()

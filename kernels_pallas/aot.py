@@ -141,8 +141,9 @@ def compile_program(
     hlo = compiled.as_text()
     assert memory is not None and hlo is not None, "the TPU compiler always says both"
     kernels = [row for row in hlo.splitlines() if "tpu_custom_call" in row]
-    names = {re.match(r"\s*(?:ROOT )?%(\S+) = ", row)[1] for row in kernels}
-    schedule = _schedule(set(dump.iterdir()) - before, names) if dump else {}
+    named = (re.match(r"\s*(?:ROOT )?%(\S+) = ", row) for row in kernels)
+    names = {match[1] for match in named if match}
+    schedule: dict[str, Any] = _schedule(set(dump.iterdir()) - before, names) if dump else {}
     return Compiled(
         chip=chip,
         name=name,

@@ -276,7 +276,7 @@ def _mean_key(page_KEW, H, lanes):
     K, E, W = page_KEW.shape
     mean_KW = page_KEW[:, : E // 2].sum(1) / (E * W // (2 * H))
     if lanes == H:
-        return sum(mean_KW[:, i : i + H] for i in range(0, W, H))
+        return functools.reduce(jnp.add, [mean_KW[:, i : i + H] for i in range(0, W, H)])
     # Several tokens per row, and several heads per row of landmarks: part i of a row is head i.
     mean_KW = sum(pltpu.roll(mean_KW, i, 1) for i in range(H, W, H)) + mean_KW
     head = lax.rem(lax.broadcasted_iota(jnp.int32, (K, W), 0), W // H)

@@ -191,6 +191,7 @@ def flash_prefill(
     k_BKSH, v_BKSH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
     replay = None
     if budget_T is not None:
+        assert prompt_len_B is not None, "a replay knows its prompts"
         rule = POLICIES[policy]
         summary = rule.summary(k_BTKH, page)
         replay = rule, summary, budget_T.long(), prompt_len_B.long(), page

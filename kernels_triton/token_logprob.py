@@ -198,11 +198,11 @@ def _gradients(hidden_XD, head_VD, scale, rows, tuning, of_hidden, of_head):
             hidden_XD, head_VD, scale, *rows, d_Xc, X, V, D, hidden_XD.stride(0), head_VD.stride(0),
             first, last, **_blocks(tuning, D),
         )  # fmt: skip
-        if of_hidden:
+        if d_hidden is not None:
             d_hidden += d_Xc @ head_VD[first:last]
-        if of_head:
+        if d_head is not None:
             torch.mm(d_Xc.mT, hidden_XD, out=d_head[first:last])
-    return d_hidden.to(hidden_XD.dtype) if of_hidden else None, d_head
+    return None if d_hidden is None else d_hidden.to(hidden_XD.dtype), d_head
 
 
 def _parts(V, tuning):

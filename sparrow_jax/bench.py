@@ -251,7 +251,7 @@ def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
         )
     unit = 1 if sys.platform == "darwin" else 1024
     out["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / needed
-    out["compilations"] = step._cache_size()
+    out["compilations"] = num_traces
     say(
         f"whole step {out['step_dense_ms'] / out['step_sparse_ms']:.1f}x faster; "
         f"{out['compilations']} compilations for {2 * (shape.repeats + 1)} steps of different "

@@ -50,7 +50,7 @@ class JaxTracer:
             "versions": {"jax": jax.__version__, "numpy": np.__version__},
         }
         self._learner: Any = parts.learner
-        self._how = {"dtype": jnp.dtype(self.description["dtype"])}
+        self._how = {"dtype": jnp.dtype(str(self.description["dtype"]))}
 
     def greedy(self, prompts, num_tokens):
         return greedy(self.generate, prompts)

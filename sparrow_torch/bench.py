@@ -100,12 +100,19 @@ def build_step(
     table = np.zeros((rows, width), np.int32)
     for row, own in zip(table, np.split(pages, np.cumsum(num)[:-1]), strict=True):
         row[: len(own)] = own
-    key_S = tuple(np.arange(2 * rows, dtype=np.uint32).reshape(2, rows))
+    key_S = np.split(np.arange(2 * rows, dtype=np.uint32), 2)
     with torch.no_grad():
         shape = Shape(rows, len(plan.budgets), *plan[1:], temperature=1.0, top_p=1.0)
         step = DecodeStep(programs, shape)
         decoding = Decoding(
-            np.ones(rows, bool), lengths, lengths + MARGIN, key_S, table, *plan, 1.0, 1.0
+            np.ones(rows, bool),
+            lengths,
+            lengths + MARGIN,
+            (key_S[0], key_S[1]),
+            table,
+            *plan,
+            1.0,
+            1.0,
         )
         step.load(decoding, np.arange(rows))
     return step

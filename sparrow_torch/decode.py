@@ -122,15 +122,16 @@ class Programs:
         if self.device.type == "cuda":
             self.fuse()
 
-    def fuse(self, **options) -> None:
+    def fuse(self, **options: Any) -> None:
         """Let torch.compile join the small operations of a step; options: its own."""
         options = {"dynamic": True, "fullgraph": True} | options
-        self.model.project = torch.compile(self.model.project, **options)
-        self.model.finish = torch.compile(self.model.finish, **options)
+        compile: Any = torch.compile  # its overloads do not take options by **
+        self.model.project = compile(self.model.project, **options)
+        self.model.finish = compile(self.model.finish, **options)
         if self.sample is sample:
-            self.sample = torch.compile(sample, **options)
+            self.sample = compile(sample, **options)
         else:  # a kernel joins all but top-p
-            nucleus = torch.compile(nucleus_only, **options)
+            nucleus = compile(nucleus_only, **options)
             self.sample = functools.partial(fused_sample, nucleus=nucleus)
 
     def _tensor(self, x) -> torch.Tensor:

@@ -111,7 +111,7 @@ class Decoder(torch.nn.Module):
     def extend(
         self, cache, tokens_BT, start_B, num_new_B, page_table_BP, *, k_B=None, max_selected=0,
         num_dense=2, observe=None,
-    ):  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Append tokens to the paged cache, in place; hidden states [B, T, D] of the new positions.
 
         Row b adds num_new_B[b] <= T tokens at position start_B[b]; the rest of the row is padding.

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def convert(out: Path) -> None:
@@ -26,7 +27,8 @@ def convert(out: Path) -> None:
     model.hf_quantizer = None  # the weights are plain numbers now
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    AutoTokenizer.from_pretrained(**options).save_pretrained(out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(**options)
+    tokenizer.save_pretrained(out)
     model.save_pretrained(out)
 
 

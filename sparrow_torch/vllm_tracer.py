@@ -9,6 +9,7 @@ and samples with noise of its own, so it takes the tokens of another trace, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -92,7 +93,9 @@ class VllmTracer:
             [p.tokens for p in prompts], num_tokens, logprobs=0)]  # fmt: skip
         logp = [[at[t].logprob for t, at in zip(a.token_ids, a.logprobs, strict=True)]
                 for a in answers]  # fmt: skip
-        return np.array([list(a.token_ids) for a in answers], np.int32), np.float32(logp)
+        return np.array([list(a.token_ids) for a in answers], np.int32), np.asarray(
+            logp, np.float32
+        )
 
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
         """Facts of each layer; q and k are seen as attention gets them, after RoPE."""
@@ -174,7 +177,9 @@ def _watch(layers: Sequence[Any]) -> tuple[list[Any], list[dict[str, torch.Tenso
             facts["a"] = given[0][None].clone()
 
         def leave(_, given, made, facts=facts):
-            facts["x"] = sum(made)[None]  # of the MLP, and what goes past it
+            facts["x"] = functools.reduce(torch.add, made)[
+                None
+            ]  # of the MLP, and what goes past it
 
         attention = layer.self_attn
         hooks += [
