@@ -78,6 +78,7 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none --min-severity=error
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # Instructions of XLA, torch and oneDNN as on older CPUs, sums in blocks or term after term, one thread
@@ -160,7 +161,7 @@ lint: $(VENV)/.test ## format, sort and check the code; check who imports whom
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --min-severity=error
 
 # Versions that were tried together: shared by both files through -c. Needs uv; pycosat: see .test.
 LOCK := uv pip compile -q --universal --python-version 3.11 --no-header --no-emit-package pycosat pyproject.toml -

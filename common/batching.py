@@ -106,10 +106,10 @@ def pack(
     """
     mask_BT = rollout.response_mask_BT & advantages.use_B[:, None]
     parts = _shuffled_parts(rollout.group_B, rollout.sample_B, num_minibatches, seed)
-    active_B = mask_BT.any(axis=1)
+    active_B = np.asarray(mask_BT.any(axis=1))
     if logp_ref_BT is None:
         has_weight_B = (mask_BT & (correction_weight_BT != 0)).any(axis=1)
-        active_B &= has_weight_B & (advantages.advantage_B != 0)
+        active_B = active_B & has_weight_B & (advantages.advantage_B != 0)
     fields = {
         "tokens_BT": rollout.tokens_BT.astype(np.int32),
         "loss_mask_BT": mask_BT,
@@ -124,7 +124,7 @@ def pack(
     minibatches = [
         [
             MicroBatch(**{k: take_rows(v, part[rows], T, B) for k, v in fields.items()})
-            for part in [np.asarray(part)[active_B[part]]]
+            for part in [part[active_B[part]]]
             for rows, T, B in length_batches(
                 rollout.total_len_B[part], tokens_per_microbatch, bucket, buckets
             )
