@@ -315,7 +315,7 @@ def _config(runs: Sequence[LoadedRun]) -> str:
         return [
             [
                 f"<td>{_text(k)}</td>",
-                *(f'<td class="long">{_text(c.get(k, "-"))}</td>' for c in configs),
+                *(f'<td class="long">{_text(_shown(c, k))}</td>' for c in configs),
             ]
             for k in names
         ]
@@ -330,6 +330,12 @@ def _config(runs: Sequence[LoadedRun]) -> str:
         f"</summary>{_table(('setting', 'value'), rows(same, flat[:1]))}</details>"
     )
     return "".join(parts)
+
+
+def _shown(config: Mapping[str, Any], key: str) -> Any:
+    """A setting as config.json has it; - where it has none."""
+    value = config.get(key, "-")
+    return "null" if value is None else value
 
 
 def _about(runs: Sequence[LoadedRun]) -> str:

@@ -18,6 +18,8 @@ from common.report_words import flatten, seeds_per_arm, tiles, verdict
 
 NUM_BINS = 7
 SCHEDULE = {
+    "format": "sparrow-schedule-1",
+    "bin_tokens": 64,
     "page_size": 16,
     "bins": [
         {"start": 64 * b, "end": 64 * b + 64, "k": k}

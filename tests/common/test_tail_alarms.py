@@ -39,10 +39,8 @@ def test_replayed_rows_by_hand():
 
 
 def step(alpha_of, seen=None, turn=0, every=1, **mismatch_settings):
-    """(values, bins, alarms) of one step of 8 prompts x 1, alpha by `alpha_of(shape)`."""
-    config = make_config(
-        rollout={"prompts_per_step": 8, "samples_per_prompt": 1, "schedule": "k=1"}
-    )
+    """(values, bins, alarms) of one rollout of 8 prompts x 1, alpha by `alpha_of(shape)`."""
+    config = make_config(rollout={"prompts_per_step": 8, "schedule": "k=1"})
     watched = {"num_rows": 8, "bin_tokens": 16, "every": every, **mismatch_settings}
     config = dataclasses.replace(config, mismatch=dataclasses.replace(config.mismatch, **watched))
     fake = Fake(config)

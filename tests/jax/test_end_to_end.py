@@ -345,7 +345,7 @@ MISTAKES = {
     "empty prompt": (lambda: write_rows(prompt=message(" ")), FILE, "line 12: empty prompt"),
     "long prompt": (
         lambda: write_rows(prompt=message("k0 v1 " * 30)), FILE,
-        "prompts of 60 tokens, over rollout.max_prompt_tokens=32",
+        "line 12: 60 tokens, over rollout.max_prompt_tokens=32",
     ),
     "tensor": (
         lambda: spoil_tensors(lambda t: t.pop("model.norm.weight")), "", "model.norm.weight",
