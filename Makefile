@@ -60,6 +60,7 @@ demo: $(VENV)/.base ## the whole method on this machine, about 8 minutes on 2 co
 	$(SPARROW) warmup --config=$(CONFIG) $(FLAGS) --run=$(DEMO)/warmup
 	test $(DEMO)/profile.json -nt $(DEMO)/warmup/model/config.json || $(SPARROW) profile --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --out=$(DEMO)/profile.json
 	$(SPARROW) schedule --config=$(CONFIG) $(FLAGS) --profile=$(DEMO)/profile.json --extrapolate --out=$(DEMO)/schedule.json
+	test $(DEMO)/schedule-check.json -nt $(DEMO)/profile.json || $(SPARROW) profile --config=$(CONFIG) $(FLAGS) --model=$(DEMO)/warmup/model --schedule=$(DEMO)/schedule.json --out=$(DEMO)/schedule-check.json
 	@touch $(DEMO)/dense.log $(DEMO)/scheduled.log; \
 	tail -n 0 -f $(DEMO)/dense.log $(DEMO)/scheduled.log & shown=$$!; \
 	trap 'kill -TERM $$dense $$sparse 2>/dev/null; wait $$dense $$sparse; kill $$shown; exit 130' INT TERM; \
