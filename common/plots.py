@@ -338,10 +338,14 @@ def acceptance_map(run: Run, statistic: str, *, title: str, columns: int = 60) -
     return figure.svg
 
 
-def pages_read(schedule: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(length in tokens, pages read) corners of a schedule: min(k + 3, all pages) per bin."""
+def pages_read(schedule: Mapping[str, Any], longest: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """(length in tokens, pages read) corners of a schedule: min(k + 3, all pages) per bin.
+
+    Up to its last bin's end or, if that is further, to `longest`, as the last bin holds beyond it.
+    """
     x, y = [], []
-    for entry in schedule["bins"]:
+    *bins, last = schedule["bins"]
+    for entry in (*bins, {**last, "end": max(last["end"], longest)}):
         lengths = np.linspace(entry["start"], entry["end"], 33)
         everything = lengths / schedule["page_size"]
         budget = np.inf if entry["k"] == "dense" else entry["k"] + NUM_RESERVED
@@ -361,12 +365,12 @@ def schedule_steps(runs: Sequence[Run], title: str = "Schedule: pages read") -> 
         return None
     labels = [short(name) for _, name, _ in drawn]
     with Canvas(title, labels=[*labels, "every page"]) as figure:
-        ends, longest = [], 0.0
+        ends = []
+        longest = float(max(schedule["bins"][-1]["end"] for _, _, schedule in drawn))
         for (i, _, schedule), label in zip(drawn, labels, strict=True):
-            x, y = pages_read(schedule)
+            x, y = pages_read(schedule, longest)
             figure.axes.plot(x, y, color=color_of(i))
             ends.append((float(y[-1]), label, color_of(i)))
-            longest = max(longest, float(x[-1]))
         all_pages = longest / drawn[0][2]["page_size"]
         figure.axes.plot((0, longest), (0, all_pages), color=MUTED, linestyle="--", linewidth=1)
         ends.append((all_pages, "every page", MUTED))

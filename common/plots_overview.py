@@ -223,12 +223,7 @@ def _budget_line(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, color:
 
 
 def _schedule_below(axes: Any, schedule: Mapping[str, Any], longest: float) -> None:
-    x, y = plots.pages_read(schedule)
-    end = x[-1]
-    if end < longest:  # the last bin holds beyond its end
-        last = dict(schedule["bins"][-1], start=end, end=longest)
-        more = plots.pages_read({**schedule, "bins": [last]})
-        x, y = np.concatenate([x, more[0]]), np.concatenate([y, more[1]])
+    x, y = plots.pages_read(schedule, longest)
     axes.plot(x, y, color=COLORS[0])
     axes.plot((0, longest), (0, longest / schedule["page_size"]), "--", color=MUTED, linewidth=1)
     axes.annotate(

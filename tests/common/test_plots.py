@@ -99,6 +99,13 @@ def test_pages_read_by_hand():
     assert y[x == 112].tolist() == [5]  # 7 pages cached, 2 + 3 read
 
 
+def test_the_last_bin_holds_beyond_its_end():
+    schedule = {"page_size": 16, "bins": [{"start": 0, "end": 64, "k": 2}]}
+    x, y = plots.pages_read(schedule, longest=512)
+    assert (x[-1], y[-1]) == (512, 5)  # k + 3 of 32 pages
+    assert plots.pages_read(schedule, longest=32)[0][-1] == 64
+
+
 def test_stage_means_leave_out_the_first_step_and_add_up():
     records = [
         record(s, time__rollout=r, time__update=u, time__step=t)
