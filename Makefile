@@ -103,9 +103,9 @@ perturbed-%: $(VENV)/.test
 	    echo "$* $$file"; $(BIN)/python -m pytest -q $$file && touch $$passed || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed under $*:$$failed" >&2; exit 1; }
 
-test-perturbed: perturbed-sse perturbed-avx2 perturbed-avx512 ## both backends' tests, rounded in three other ways, an hour or two, resumable (-k: all three, failed or not)
+test-perturbed: perturbed-sse perturbed-avx2 perturbed-avx512 ## both backends' tests, rounded in other ways, resumable, time not measured (-k: all three, failed or not)
 
-study: $(VENV)/.base ## dense, fixed and scheduled with 6 seeds, about 40 minutes, resumable
+study: $(VENV)/.base ## dense, fixed and scheduled with 6 seeds, resumable (time not measured)
 	$(SPARROW) study --config=$(CONFIG) --seeds=6 --out=$(STUDY)
 
 $(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py

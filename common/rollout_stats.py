@@ -24,15 +24,15 @@ PROB_GAP_ALARM = 0.01
 """Mean |p_sparse - p_dense| of a dense rollout above this is a precision fault (field practice)."""
 
 
-def replayed_rows(group_B: np.ndarray, count: int, turn: int) -> np.ndarray:
+def replayed_rows(sample_B: np.ndarray, count: int, turn: int) -> np.ndarray:
     """Rising row numbers for the turn-th exact replay (from 0): `count`, or all if there are fewer.
 
     All first samples of the prompts come first, then all second ones, and so on; each turn takes
     the next `count` of this order, around and around. So every row is looked at within
     ceil(rows / count) turns, and a turn sees as many prompts as it can: they are the independent
-    units. Example: prompts 0 0 1 1, count 2: rows 0 and 2, then 1 and 3.
+    units. sample_B: number of each row's sample within its prompt. Example: samples 0 1 0 1 and
+    count 2 give rows 0 and 2, then 1 and 3.
     """
-    sample_B = [int((group_B[:i] == g).sum()) for i, g in enumerate(group_B)]
     order = np.argsort(sample_B, kind="stable")
     count = min(count, len(order))
     return np.sort(order[(turn * count + np.arange(count)) % len(order)])
@@ -120,7 +120,7 @@ def describe_mismatch(
     )  # fmt: skip
     exact: dict[int, Mapping[str, Any]] = {}
     if schedule is not None and c.every and step % c.every == 0:
-        rows = replayed_rows(rollout.group_B, c.num_rows, step // c.every)
+        rows = replayed_rows(rollout.sample_B, c.num_rows, step // c.every)
         group_B = rollout.group_B[rows]
         replay = scorer.replay(rollout, rows, schedule)
         stats = mismatch.statistics(

@@ -18,9 +18,10 @@ from tests.common.test_tail_interval import units_of
 )
 def test_every_row_is_replayed_within_a_few_turns(prompts, samples, count):
     group_B = np.repeat(np.arange(prompts), samples)
+    sample_B = np.tile(np.arange(samples), prompts)
     turns = -(-len(group_B) // count)
     for first in (0, 1, 7):
-        seen = [replayed_rows(group_B, count, first + i) for i in range(turns)]
+        seen = [replayed_rows(sample_B, count, first + i) for i in range(turns)]
         assert sorted(set(np.concatenate(seen))) == list(range(len(group_B)))
         for rows in seen:
             assert len(set(rows)) == min(count, len(group_B)) and (np.diff(rows) > 0).all()
@@ -29,13 +30,16 @@ def test_every_row_is_replayed_within_a_few_turns(prompts, samples, count):
 
 
 def test_replayed_rows_by_hand():
-    group_B = np.array([0, 0, 1, 1])  # first samples 0, 2, then second ones 1, 3
-    assert [replayed_rows(group_B, 2, turn).tolist() for turn in range(3)] == [
+    sample_B = np.array([0, 1, 0, 1])  # first samples: rows 0, 2, then second ones: 1, 3
+    assert [replayed_rows(sample_B, 2, turn).tolist() for turn in range(3)] == [
         [0, 2],
         [1, 3],
         [0, 2],
     ]
-    assert [replayed_rows(group_B, 3, turn).tolist() for turn in range(2)] == [[0, 1, 2], [0, 2, 3]]
+    assert [replayed_rows(sample_B, 3, turn).tolist() for turn in range(2)] == [
+        [0, 1, 2],
+        [0, 2, 3],
+    ]
 
 
 def step(alpha_of, seen=None, turn=0, every=1, **mismatch_settings):
