@@ -117,9 +117,10 @@ $(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py
 	rm -r $(SMOLLM2)/.venv
 	@$(PIP) -c requirements-test.lock transformers
 
-smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on given text, about 7 minutes
+smollm2: $(SMOLLM2)/prompts.jsonl ## alpha of a real model, SmolLM2-135M, on given text, about 7 minutes, then its schedule in use (time not measured)
 	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --bin_tokens=512 --topk=4,12,29,61 --out=$(SMOLLM2)/profile.json
 	$(SPARROW) schedule --profile=$(SMOLLM2)/profile.json --tau=0.86 --out=$(SMOLLM2)/schedule.json
+	$(SPARROW) profile --model=$(SMOLLM2)/model --replay=$(SMOLLM2)/text.txt --max_tokens=4096 --schedule=$(SMOLLM2)/schedule.json --out=$(SMOLLM2)/schedule-check.json
 
 smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 20 minutes
 	$(SPARROW) profile --config=configs/smollm2.py --model=$(SMOLLM2)/model --out=$(SMOLLM2)/sampled.json

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,49 +92,58 @@ def train(arguments: Arguments) -> None:
 @stopping.safe_points()
 def profile(arguments: Arguments) -> None:
     flags, extra = arguments.flags, _model_override(arguments)
-    for flag, name in (("topk", "mismatch.budgets"), ("bin_tokens", "mismatch.bin_tokens")):
+    for flag, name in (
+        ("topk", "mismatch.budgets"),
+        ("bin_tokens", "mismatch.bin_tokens"),
+        ("schedule", "rollout.schedule"),
+    ):
         if flags[flag] is not None:
             extra[name] = flags[flag]
     out = _output_file("out", flags["out"])
     if out.suffix == ".html":
         raise UserError(f"--out={out}: name the .json; the page .html goes beside it")
-    if flags["schedule"]:
-        useless = ("topk", "bin_tokens", "replay", "max_tokens", "sequences", "policy", "estimate")
-        for name in (name for name in useless if flags[name] is not None):
-            raise UserError(
-                f"--{name} has no effect with --schedule, which has its own; leave it out"
-            )
-        config = arguments.config(extra | {"rollout.schedule": flags["schedule"]})
-        _learner(config)
+    checks = flags["schedule"] is not None
+    if checks:
+        _refuse_with_schedule(flags)
+    how = {"max_tokens": 4096, "sequences": 1, "policy": "mean", "estimate": 0}
+    given = {name: flags[name] for name in how if flags[name] is not None}
+    if flags["replay"]:
+        config = arguments.config(extra, default=Config())
+        _profile_text(config, _input_file("replay", flags["replay"]), out, checks, how | given)
+        return
+    if given:
+        raise UserError(f"--{next(iter(given))} has no effect without --replay; leave it out")
+    config = arguments.config(extra)
+    _learner(config)
+    if checks:
         importlib.import_module("common.schedule_check").check(config, out)
-        return
-    text_only: dict[str, Any] = {
-        "max_tokens": 4096,
-        "sequences": 1,
-        "policy": "mean",
-        "estimate": 0,
-    }
-    given = {name: flags[name] for name in text_only if flags[name] is not None}
-    if not flags["replay"]:
-        if given:
-            raise UserError(f"--{next(iter(given))} has no effect without --replay; leave it out")
-        config = arguments.config(extra)
-        _learner(config)
+    else:
         importlib.import_module("common.profiling").profile(config, out)
-        return
-    config = arguments.config(extra, default=Config())
-    how = text_only | given
+
+
+def _refuse_with_schedule(flags: Mapping[str, Any]) -> None:
+    """UserError for flags that a check of one schedule has no use for."""
+    useless = ["topk", "policy", "estimate"]
+    if not flags["schedule"].startswith("k="):
+        useless.append("bin_tokens")
+    for name in (name for name in useless if flags[name] is not None):
+        own = ", which has its own" if name in ("topk", "bin_tokens") else ""
+        raise UserError(f"--{name} has no effect with --schedule{own}; leave it out")
+
+
+def _profile_text(
+    config: Config, text: Path, out: Path, checks: bool, how: Mapping[str, Any]
+) -> None:
+    """Profile given text, or check the schedule of the configuration on it."""
     for name, least in (("max_tokens", 1), ("sequences", 1), ("estimate", 0)):
         if how[name] < least:
             raise UserError(f"--{name}={how[name]}: expected at least {least}")
+    size = {name: how[name] for name in ("max_tokens", "sequences")}
+    if checks:
+        importlib.import_module("common.schedule_check").check_text(config, text, out, **size)
+        return
     importlib.import_module("common.text_profile").profile_text(
-        config,
-        _input_file("replay", flags["replay"]),
-        out,
-        max_tokens=how["max_tokens"],
-        sequences=how["sequences"],
-        names=how["policy"].split(","),
-        top=how["estimate"],
+        config, text, out, **size, names=how["policy"].split(","), top=how["estimate"]
     )
 
 

@@ -56,7 +56,9 @@ COMMANDS: dict[str, Command] = {
             "sampled, e.g. sparrow profile --model=DIR --replay=FILE --bin_tokens=512 "
             "--topk=4,12,29,61 --out=profile.json. A stopped profile goes on where it was. "
             "With --schedule: the tail of that schedule itself, whose early keys are written with "
-            "fewer pages than those of a uniform budget.",
+            "fewer pages than those of a uniform budget, beside what its profile promised; on "
+            "samples, or with --replay on given text, e.g. sparrow profile --model=DIR "
+            "--replay=FILE --schedule=s.json --out=check.json.",
             example="sparrow profile --config=configs/demo.py --model=runs/warmup/model "
             "--out=runs/profile.json",
             resumes=True,
@@ -65,7 +67,7 @@ COMMANDS: dict[str, Command] = {
                 _MODEL,
                 Flag(
                     name="out",
-                    help="profile to write, JSON; a page .html goes beside it",
+                    help="profile to write, JSON; a page .html goes beside it, of --schedule none",
                     required=True,
                 ),
                 Flag(
@@ -73,7 +75,11 @@ COMMANDS: dict[str, Command] = {
                     help="budgets k to measure, e.g. 4,12,29,61; default: the "
                     "recipe's mismatch.budgets",
                 ),
-                Flag(name="bin_tokens", help="width of a length bin; default: the recipe's"),
+                Flag(
+                    name="bin_tokens",
+                    help="width of a length bin; default: the recipe's. A schedule file has its "
+                    "own",
+                ),
                 Flag(
                     name="schedule",
                     help="measure this schedule (a file, or what rollout.schedule takes) instead "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.mismatch import BinStats
 from common.profile_rows import Measured, Profile
 from common.progress import Progress
 from common.run_dir import atomic_write_text
+from common.schedule import DENSE, Schedule, fixed
 from common.setup import engine_package
 
 BLOCK_TOKENS = 64
@@ -48,6 +50,29 @@ def profile_text(
         if name not in policies.VECTORS or names.count(name) > 1:
             known = ", ".join(policies.VECTORS)
             raise UserError(f"--policy={','.join(names)}: {name!r}; expected each once, of {known}")
+    form = {"page_size": config.rollout.page_size, "bin_tokens": config.mismatch.bin_tokens}
+    uniform: dict[int | str, Schedule]
+    uniform = {k: fixed(min(k, DENSE), **form) for k in config.mismatch.budgets}
+    how = {"max_tokens": max_tokens, "sequences": sequences, "names": names, "top": top}
+    with measured(config, text, out, uniform, **how) as (read, found):
+        records = {}
+        for name in names:
+            path = out if len(names) == 1 else out.with_stem(f"{out.stem}-{name}")
+            records[name] = _write(config, read, name, found[name], path)
+    if len(names) > 1:
+        print(compare(records, config.mismatch.budgets))
+    return records
+
+
+@contextlib.contextmanager
+def measured(
+    config: Config, text: Path, out: Path, schedules: Mapping[int | str, Schedule], *,
+    max_tokens: int, sequences: int, names: Sequence[str] = ("mean",), top: int = 0,
+) -> Iterator[tuple[Text, dict[str, list[Measured]]]]:  # fmt: skip
+    """The text, and alpha at every position of it by policy, in the order of `schedules`.
+
+    Parts are kept beside `out` until the block ends without an error, i.e. `out` is written.
+    """
     package = importlib.import_module(f"{engine_package(config)}.backend")
     read = read_text(config, text, max_tokens, sequences)
     scorer, geometry, where = package.build_scorer(config)
@@ -58,16 +83,10 @@ def profile_text(
         raise UserError(f"--estimate={top}: the model has {geometry.vocab_size} tokens")
     print(f"{read.name}; {where}")
     key = [hashlib.sha256(read.tokens_WT.tobytes()).hexdigest(), where, top,
+           [[name, s.bin_tokens, s.budgets] for name, s in schedules.items()],
            dataclasses.asdict(config), weights_stamp(config.model.path)]  # fmt: skip
     with KeptParts(out, key) as parts:
-        measured = _measure(config, scorer, read.tokens_WT, names, top, parts)
-        records = {}
-        for name in names:
-            path = out if len(names) == 1 else out.with_stem(f"{out.stem}-{name}")
-            records[name] = _write(config, read, name, measured[name], path)
-    if len(names) > 1:
-        print(compare(records, config.mismatch.budgets))
-    return records
+        yield read, _measure(config, scorer, read.tokens_WT, schedules, names, top, parts)
 
 
 def read_text(config: Config, path: Path, max_tokens: int, sequences: int) -> Text:
@@ -110,15 +129,16 @@ def _ids(config: Config, path: Path) -> list[int]:
 
 
 def _measure(
-    config: Config, scorer: Any, tokens_WT: np.ndarray, names: Sequence[str], top: int,
-    parts: KeptParts,
+    config: Config, scorer: Any, tokens_WT: np.ndarray, schedules: Mapping[int | str, Schedule],
+    names: Sequence[str], top: int, parts: KeptParts,
 ) -> dict[str, list[Measured]]:  # fmt: skip
     """alpha of every policy and budget; sequences in groups of as many as the devices share."""
-    mesh, budgets = config.learner.mesh, config.mismatch.budgets
+    mesh = config.learner.mesh
     W, T = tokens_WT.shape
     group = mesh[0] * mesh[1] if W % (mesh[0] * mesh[1]) == 0 else 1
     temperature = np.float32(config.rollout.temperature)
-    found: dict[tuple[str, int], list[Any]] = {}
+    budgets = {k: schedule.budgets_at(np.arange(T)) for k, schedule in schedules.items()}
+    found: dict[tuple[str, int | str], list[Any]] = {}
     with Progress("profile") as progress:
         total = len(names) * len(budgets) * (W // group)
         for first in range(0, W, group):
@@ -126,7 +146,7 @@ def _measure(
             for name in names:
                 part = {k: parts.get(f"{name}-{k}-{first}") for k in budgets}
                 missing = [k for k in budgets if part[k] is None]
-                arrays = [policies.equal_bytes(name, np.full(T, k), config.rollout.page_size)
+                arrays = [policies.equal_bytes(name, budgets[k], config.rollout.page_size)
                           for k in missing]  # fmt: skip
                 passes = scorer.overlaps(
                     rows, np.zeros(len(rows), np.int32), arrays, temperature, policy=name, top=top
@@ -142,7 +162,7 @@ def _measure(
     return {name: [_join(k, found[name, k]) for k in budgets] for name in names}
 
 
-def _join(k: int, pieces: list[Any]) -> Measured:
+def _join(k: int | str, pieces: list[Any]) -> Measured:
     """All sequences of one budget; token 0 of each is given, not predicted."""
     alpha_WT = np.concatenate([piece["alpha_BT"] for piece in pieces])
     mask = np.ones(alpha_WT.shape, bool)

@@ -69,6 +69,25 @@ def test_a_schedule_is_sampled_and_replayed_with_itself(checked, tmp_path, capsy
     assert uniform["meets"] is True and uniform["bins"][0]["p5_high"] == 1.0
 
 
+def test_samples_stand_beside_what_the_profile_promised(checked, tmp_path, capsys):
+    """The profile said 0.95 of every bin, and in use it is 0.3: lower by 0.65."""
+    evidence = {"k": 4, "measured_k": 4, "p5": 0.95, "low": 0.9, "high": 0.97}
+    history = {"tau": 0.86, "quantile": 0.05}
+    history |= {"bins": [{"start": 8 * i, "end": 8 * i + 8, **evidence} for i in range(10)]}
+    path = tmp_path / "s.json"
+    Schedule(page_size=4, bin_tokens=8, budgets=(1, *[4] * 9), provenance=history).save(path)
+    record, _ = checked(str(path))
+    reached = [b["bin"] for b in record["bins"]]
+    assert set(range(10)) - set(reached) <= set(record["unjudged_bins"])
+    want = {"k": 4, "p5": 0.95, "p5_low": 0.9, "p5_high": 0.97}
+    assert all(b["promised"] == want for b in record["bins"])
+    said = capsys.readouterr().out
+    judged = len(reached) - sum(not b["enough"] for b in record["bins"])
+    assert f"promised in {judged} of {judged} bins, by 0.650 at most" in said
+    assert ", promised 0.950 [0.900, 0.970]" in said and "was found for" not in said
+    assert "prompts  FAILS" in said
+
+
 def test_a_dense_schedule_has_no_tail(checked):
     with pytest.raises(UserError, match="name a sparse schedule"):
         checked("dense")
