@@ -123,11 +123,11 @@ def alarms_in(q, share_under, repetitions, tokens):
 @pytest.mark.parametrize("q", [0.05, 0.01])
 @pytest.mark.parametrize("tokens", [13, 64])
 def test_false_alarms_at_half_the_limit_are_rare(q, tokens):
-    """0.000 to 0.002 in 1500 repetitions; judged by the estimate, 0.05 to 0.11 were false."""
+    """0.000 to 0.003 in 1500 repetitions; judged by the estimate, 0.05 to 0.11 were false."""
     assert alarms_in(q, q / 2, 300, tokens) < 0.02
 
 
 @pytest.mark.parametrize(("q", "least"), [(0.05, 0.9), (0.01, 0.55)])
 def test_true_failures_alarm_within_two_steps(q, least):
-    """Four times the limit: in one step 0.97 (p5) and 0.65 (p1) of 8 prompts x 64 tokens."""
+    """Four times the limit: in one step 0.98 (p5) and 0.69 (p1) of 8 prompts x 64 tokens."""
     assert alarms_in(q, 4 * q, 200, 64) > least
