@@ -129,7 +129,7 @@ smollm2-sampled: $(SMOLLM2)/prompts.jsonl ## the same on its own samples, about 
 crosscheck crosscheck-vllm: export XLA_FLAGS += --xla_cpu_experimental_ynn_fusion_type=
 crosscheck: $(VENV)/.test ## numerics of jax, torch and transformers against each other, on this machine, about 5 minutes
 	@mkdir -p runs
-	$(BIN)/python -m common.crosscheck runs/crosscheck
+	$(BIN)/python -m common.crosscheck.matrix runs/crosscheck
 
 # An environment of its own, as vLLM pins other versions than ours. What the CPU build asks for beside
 # torch would keep it from being imported.
@@ -145,7 +145,7 @@ $(VLLM_VENV)/.ready: requirements.lock pyproject.toml
 crosscheck-vllm: $(VLLM_VENV)/.ready ## the same with vLLM's CPU build beside them, in an environment of its own
 	@mkdir -p runs
 	$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/torch/test_vllm_tracer.py
-	$(VLLM_VENV)/bin/python -m common.crosscheck runs/crosscheck-vllm vllm
+	$(VLLM_VENV)/bin/python -m common.crosscheck.matrix runs/crosscheck-vllm vllm
 
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode

@@ -19,15 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from common import batching, corrections, evaluation, grpo, metrics, noise, rollout_stats, tasks
-from common.alarms import Watch
 from common.config import Config
-from common.controller import ADAPTED, Controller, check_controller, open_controller
-from common.corrections import Correction
 from common.errors import UserError
-from common.progress import Progress
-from common.run_dir import RunDir
+from common.mismatch import rollout_stats
+from common.mismatch.alarms import Watch
+from common.mismatch.controller import ADAPTED, Controller, check_controller, open_controller
+from common.objective import batching, corrections, grpo
+from common.objective.corrections import Correction
+from common.records import metrics
+from common.records.progress import Progress
+from common.records.run_dir import RunDir
+from common.rollout import noise
 from common.setup import Parts, announce, check_response_limit, open_parts, resolve_schedule
+from common.tasks import evaluation, registry
 from common.types import Prompt, Rollout, Scored
 
 # Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
@@ -103,7 +107,7 @@ def train_step(
         )
     assert (rollout.version_BT[rollout.response_mask_BT] == version).all(), "stale weights"
     with _timed(values, "time/reward"):
-        rewards = tasks.score(parts.task, rollout, parts.pool)
+        rewards = registry.score(parts.task, rollout, parts.pool)
         greedy = _greedy_rewards(parts, prompts, rollout, step)
     with _timed(values, "time/score"):
         scored = backend.scorer.logprobs(rollout)
@@ -186,7 +190,7 @@ def _greedy_rewards(
     greedy = parts.backend.engine.generate(
         prompts, num_samples=1, schedule=parts.schedule, seed=seed, temperature=0.0
     )
-    return tasks.score(parts.task, greedy, parts.pool)[rollout.group_B]
+    return registry.score(parts.task, greedy, parts.pool)[rollout.group_B]
 
 
 @contextlib.contextmanager

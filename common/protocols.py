@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config import ModelConfig
-from common.schedule import Schedule
+from common.schedule.schedule import Schedule
 from common.types import Prompt, Replay, Rollout, Scored, TrainBatch
 
 Progress = Callable[[int, int], None]

@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import hf_config, json_checks, tasks
-from common import schedule as schedules
 from common.config import Config
 from common.errors import UserError
-from common.grading import GraderPool
-from common.prompt_files import FileTask
-from common.prompts import PromptSource
+from common.model import hf_config
 from common.protocols import Backend, RolloutEngine
-from common.run_dir import RunDir, atomic_write_text
-from common.schedule import Schedule
-from common.tasks import Task
+from common.records import json_checks
+from common.records.run_dir import RunDir, atomic_write_text
+from common.schedule import schedule as schedules
+from common.schedule.schedule import Schedule
+from common.tasks import registry
+from common.tasks.grading import GraderPool
+from common.tasks.prompt_files import FileTask
+from common.tasks.prompts import PromptSource
+from common.tasks.registry import Task
 
 LEARNER = "sparrow_jax"
 """Package of the learner, and of what goes with it: scorer, checkpoints."""
@@ -113,7 +115,7 @@ def open_parts(config: Config) -> Iterator[Parts]:
     engine_package(config)
     check_context(config)
     schedule = resolve_schedule(config)
-    task = tasks.build_task(config.task, config.model.path, config.rollout.max_prompt_tokens)
+    task = registry.build_task(config.task, config.model.path, config.rollout.max_prompt_tokens)
     prompts = PromptSource(task, config.task, config.rollout)
     if isinstance(task, FileTask):
         print("\n".join(task.describe(config.task.eval_seed)))

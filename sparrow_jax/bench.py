@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from common import presets
-from common import schedule as schedules
 from common.config import ModelConfig
 from common.errors import UserError
+from common.schedule import presets
+from common.schedule import schedule as schedules
 from kernels_pallas import reference as ops
 from sparrow_jax import cache as kv_cache
 from sparrow_jax.model import Decoder

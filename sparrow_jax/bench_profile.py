@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from common import overrides
-from common.config import Config
-from common.progress import Progress
+from common.config import Config, overrides
+from common.records.progress import Progress
 from sparrow_jax.backend import build_scorer
 
 BUDGETS = (4, 12, 29, 61)

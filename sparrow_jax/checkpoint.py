@@ -28,7 +28,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from common.errors import UserError, one_line
-from common.file_sums import crc32 as _crc32
+from common.records.file_sums import crc32 as _crc32
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""The rollout engine on JAX: common/paged_engine.py plans, the programs of decode.py run.
+"""The rollout engine on JAX: common/rollout/paged_engine.py plans, the programs of decode.py run.
 
 The cache is donated to each program, so it has one holder at a time.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from common.config import ModelConfig, RolloutConfig
-from common.paged_engine import PREFILL_ROWS, Decoding, Drawn, PagedEngine
+from common.rollout.paged_engine import PREFILL_ROWS, Decoding, Drawn, PagedEngine
 from sparrow_jax import cache as kv_cache
 from sparrow_jax import decode
 
@@ -43,7 +43,7 @@ class Engine(PagedEngine):
 
 
 class _Programs:
-    """Device of common/paged_engine.py."""
+    """Device of common/rollout/paged_engine.py."""
 
     def __init__(self, engine: Engine):
         self.engine, self.cache = engine, engine.take_cache()

@@ -1,4 +1,4 @@
-"""Hugging Face model directories (common/hf.py) into and out of a Flax decoder."""
+"""Hugging Face model directories (common/model/hf.py) into and out of a Flax decoder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from common import hf
 from common.config import ModelConfig
+from common.model import hf
 from sparrow_jax.model import Decoder
 
 
@@ -38,5 +38,5 @@ def save(
     dtype: str = "float32",
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """See common/hf.py."""
+    """See common/model/hf.py."""
     hf.save(path, geometry, flat_weights(params), dtype, extra)

@@ -6,10 +6,11 @@ Loss of a minibatch (arXiv 2606.08446, RL recipe), with w the detached correctio
                    + kl_coef k3(logp_ref_t - logp_t)) / denominator,      rho = exp(logp - logp_old)
 
 where A < 0, dual_clip = c > 1 bounds the gain from below by c A. The oracle of all this is
-common/grpo.py; scale and denominator (token mean: 1 and the token count) come from
-common/batching.py. Micro-batches return sums; the division by the minibatch's denominator comes
-last, so their split cannot change the gradient. In the first minibatch after a rollout the weights
-are those that scored it, so logp_old is the pass's own logp, detached: rho is exactly 1.
+common/objective/grpo.py; scale and denominator (token mean: 1 and the token count) come from
+common/objective/batching.py. Micro-batches return sums; the division by the minibatch's
+denominator comes last, so their split cannot change the gradient. In the first minibatch after a
+rollout the weights are those that scored it, so logp_old is the pass's own logp, detached: rho is
+exactly 1.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from common import stopping
 from common.config import Config, LearnerConfig
 from common.errors import UserError
-from common.grpo import LOG_RATIO_LIMIT
+from common.objective.grpo import LOG_RATIO_LIMIT
+from common.records import stopping
 from common.types import MicroBatch, TrainBatch
 from sparrow_jax import sharding
 from sparrow_jax.scorer import token_logprobs

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from common.config import ModelConfig
-from common.geometry import layer_shapes
+from common.model.geometry import layer_shapes
 from kernels_pallas.ops import REFERENCE, Ops
 from kernels_pallas.reference import logical_pages
 from sparrow_jax import induction_init

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from common import noise
+from common.rollout import noise
 
 
 def sample(logits_BV, key_B, position_B, temperature, top_p, *, greedy: bool, nucleus: bool):

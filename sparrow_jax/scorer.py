@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from common.batched_scorer import BatchedScorer, Overlap
 from common.config import Config
+from common.mismatch.batched_scorer import BatchedScorer, Overlap
 from kernels_pallas.reference import topk_overlap
 from sparrow_jax import sharding
 
@@ -67,7 +67,7 @@ def _overlap(params, dense_BTD, sparse_BTD, tokens_BT, temperature, *, graph, dt
 
 
 class JaxScorer(BatchedScorer):
-    """The passes of common/batched_scorer.py."""
+    """The passes of common/mismatch/batched_scorer.py."""
 
     def __init__(self, graph, config: Config, dtype):
         super().__init__(config)

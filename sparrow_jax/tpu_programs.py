@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from common.config import GrpoConfig, LearnerConfig
-from common.geometry import QWEN3
+from common.model.geometry import QWEN3
 from kernels_pallas import aot
 from kernels_pallas.ops import kernels
 from kernels_pallas.reference import landmark_shape, page_shape

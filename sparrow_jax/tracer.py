@@ -1,4 +1,4 @@
-"""What the JAX backend computes, laid open for `sparrow trace` (common/trace.py)."""
+"""What the JAX backend computes, laid open for `sparrow trace` (common/crosscheck/trace.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from common import sketch
 from common.config import Config
-from common.trace import FACTS, Update, greedy, loss_of
-from common.trace_decode import Step
+from common.crosscheck import sketch
+from common.crosscheck.trace import FACTS, Update, greedy, loss_of
+from common.crosscheck.trace_decode import Step
 from common.types import TrainBatch
 from kernels_pallas.reference import page_scores
 from sparrow_jax import backend, cache, decode, hf, learner
@@ -38,7 +38,7 @@ def facts_of_layer(**seen):
 
 
 class JaxTracer:
-    """Tracer of common/trace.py."""
+    """Tracer of common/crosscheck/trace.py."""
 
     def __init__(self, parts, config: Config):
         self.parts, self.config = parts, config
@@ -103,7 +103,7 @@ class JaxTracer:
 
 
 class JaxCache:
-    """Cache of common/trace_decode.py."""
+    """Cache of common/crosscheck/trace_decode.py."""
 
     def __init__(self, tracer: JaxTracer, table_BP, max_selected: int):
         self._own, self._table = tracer._learner, table_BP

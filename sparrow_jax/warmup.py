@@ -20,11 +20,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from common import stopping, tasks
 from common.config import Config
 from common.errors import UserError
-from common.progress import Progress
-from common.run_dir import RunDir
+from common.records import stopping
+from common.records.progress import Progress
+from common.records.run_dir import RunDir
+from common.tasks import registry
 from sparrow_jax import backend, hf
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.scorer import token_logprobs
@@ -85,7 +86,7 @@ def _step(params, state, tokens_BT, weight_BT, decision_BT, rate, *, graph, dtyp
 
 def warmup(config: Config, run: RunDir) -> None:
     """Train until every stage is done; writes RUN/model. A finished warm-up is left alone."""
-    task = tasks.build_task(config.task)
+    task = registry.build_task(config.task)
     if not hasattr(task, "demonstration"):
         raise UserError(f"task.name={config.task.name!r} has no demonstrations to warm up on")
     if (run.path / "model" / "config.json").is_file():

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from common import hf
 from common.config import Config, ModelConfig
 from common.errors import UserError
+from common.model import hf
 from kernels_triton.ops import resolve
 from sparrow_torch.engine import Engine
 from sparrow_torch.model import Decoder

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common import cost
 from common.config import ModelConfig
-from common.geometry import QWEN3
-from common.paged_engine import Decoding, plan_budgets
-from common.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
-from common.schedule import Schedule
+from common.cost import decode_cost
+from common.model.geometry import QWEN3
+from common.rollout.paged_engine import Decoding, plan_budgets
+from common.schedule.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
+from common.schedule.schedule import Schedule
 from kernels_triton import bench as kernel_bench
 from kernels_triton.cuda_graph import cuda_graph
 from kernels_triton.ops import Ops, kernels
@@ -58,14 +58,14 @@ def schedule_of(model: str) -> Schedule:
 
 def cache_room(g: ModelConfig, free: int) -> int:
     """Bytes for the cache beside weights and 4 GiB of others; 0 if no row of CONTEXT fits."""
-    room = min(CACHE_BYTES, int(0.95 * free) - 2 * cost.step_weights(g) - 2**32)
-    return room if room >= CONTEXT * cost.token_bytes(g) else 0
+    room = min(CACHE_BYTES, int(0.95 * free) - 2 * decode_cost.step_weights(g) - 2**32)
+    return room if room >= CONTEXT * decode_cost.token_bytes(g) else 0
 
 
 def batches(g: ModelConfig, cache_bytes: int, context: int = CONTEXT) -> Iterator[Batch]:
     """Lengths spread evenly over (0, context], and all of context; each fills the cache."""
     longest = context - MARGIN
-    tokens = cache_bytes // cost.token_bytes(g)
+    tokens = cache_bytes // decode_cost.token_bytes(g)
     rows = max(1, int(2 * tokens // (context + MARGIN)))
     lengths = ((np.arange(rows) + 0.5) * longest / rows).astype(np.int32)
     yield Batch(f"1 to {context} tokens", np.maximum(lengths, 1))
@@ -119,11 +119,15 @@ def build_step(
 
 
 def both_bytes(name: str, g: ModelConfig, batch: Batch) -> dict[str, int]:
-    """What a dense step has to read, and one by the model's schedule; see common/cost.py."""
+    """Bytes that a dense step and a step under the model's schedule must read (common/cost)."""
     kinds = {"dense": None, "sparse": schedule_of(name)}
     return {
         kind: int(
-            sum(cost.step_bytes(g, schedule, batch.lengths, num_dense_layers=NUM_DENSE).values())
+            sum(
+                decode_cost.step_bytes(
+                    g, schedule, batch.lengths, num_dense_layers=NUM_DENSE
+                ).values()
+            )
         )
         for kind, schedule in kinds.items()
     }

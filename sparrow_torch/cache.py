@@ -1,4 +1,4 @@
-"""The arrays of the paged KV cache; common/pages.py keeps the book of who owns which page."""
+"""The arrays of the paged KV cache; common/rollout/page_pool.py knows who owns which page."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common.paged_engine import PREFILL_ROWS, Decoding, Drawn
+from common.rollout.paged_engine import PREFILL_ROWS, Decoding, Drawn
 from kernels_triton.cuda_graph import Capture
 from sparrow_torch.model import Decoder
 from sparrow_torch.sampling import fused_sample, nucleus_only, sample
@@ -103,7 +103,7 @@ class DecodeStep:
 
 
 class Programs:
-    """Device of common/paged_engine.py: the cache, hidden states of slots, and captured steps."""
+    """Device of the paged engine (common/rollout): cache, hidden states of slots, CUDA graphs."""
 
     def __init__(
         self, model: Decoder, cache, *, num_slots: int, table_width: int, chunk: int,

@@ -1,4 +1,4 @@
-"""The rollout engine on torch: common/paged_engine.py plans, the programs of decode.py run."""
+"""The rollout engine on torch: common/rollout/paged_engine.py plans, decode.py runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.config import ModelConfig, RolloutConfig
-from common.paged_engine import PagedEngine
+from common.rollout.paged_engine import PagedEngine
 from kernels_triton.cuda_graph import Capture, cuda_graphs
 from kernels_triton.ops import Ops
 from sparrow_torch import cache as kv_cache

@@ -1,4 +1,4 @@
-"""Hugging Face model directories (common/hf.py) into and out of a torch decoder."""
+"""Hugging Face model directories (common/model/hf.py) into and out of a torch decoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common import hf
+from common.model import hf
 from kernels_triton.ops import REFERENCE, Ops
 from sparrow_torch.model import Decoder
 

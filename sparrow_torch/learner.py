@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from common.config import LearnerConfig
-from common.grpo import LOG_RATIO_LIMIT
+from common.objective.grpo import LOG_RATIO_LIMIT
 from common.types import MicroBatch
 from sparrow_torch.model import Decoder
 from sparrow_torch.scorer import token_logprobs

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from common.config import ModelConfig
-from common.geometry import layer_shapes
+from common.model.geometry import layer_shapes
 from kernels_triton.ops import REFERENCE, Ops
 from kernels_triton.reference import NUM_RESERVED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from common import noise
+from common.rollout import noise
 from kernels_triton.reference import log_softmax
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from common.batched_scorer import BatchedScorer, Overlap
 from common.config import Config
+from common.mismatch.batched_scorer import BatchedScorer, Overlap
 from kernels_triton.reference import topk_overlap
 from sparrow_torch.model import Decoder
 
@@ -33,7 +33,7 @@ def token_logprobs(model: Decoder, tokens_BT, temperature, *, remat=False):
 
 
 class TorchScorer(BatchedScorer):
-    """The passes of common/batched_scorer.py; weights come by name, as Decoder.load takes them."""
+    """Passes of the batched scorer; weights come by name, as Decoder.load takes them."""
 
     def __init__(self, model: Decoder, config: Config):
         super().__init__(config)

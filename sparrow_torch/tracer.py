@@ -1,4 +1,4 @@
-"""What the torch backend computes, laid open for `sparrow trace` (common/trace.py)."""
+"""What the torch backend computes, laid open for `sparrow trace` (common/crosscheck/trace.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import torch
 
-from common import hf, sketch
 from common.config import Config
-from common.trace import FACTS, Update, greedy, loss_of
-from common.trace_decode import Step
+from common.crosscheck import sketch
+from common.crosscheck.trace import FACTS, Update, greedy, loss_of
+from common.crosscheck.trace_decode import Step
+from common.model import hf
 from common.types import TrainBatch
 from kernels_triton.reference import log_softmax, page_scores
 from sparrow_torch import backend, cache, learner
@@ -85,7 +86,7 @@ def removing(hooks) -> Iterator[None]:
 
 
 class TorchTracer:
-    """Tracer of common/trace.py."""
+    """Tracer of common/crosscheck/trace.py."""
 
     def __init__(self, engine, scorer, config: Config):
         self.model, self.config, self.scorer = scorer.model, config, scorer
@@ -130,7 +131,7 @@ class TorchTracer:
 
 
 class TorchCache:
-    """Cache of common/trace_decode.py."""
+    """Cache of common/crosscheck/trace_decode.py."""
 
     def __init__(self, tracer: TorchTracer, table_BP, max_selected: int):
         self._model, self._tensor = tracer.model, tracer.tensor

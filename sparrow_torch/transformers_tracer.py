@@ -15,10 +15,10 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from common import hf, hf_config
-from common.batched_scorer import BatchedScorer
 from common.config import Config
-from common.trace import Update, loss_of
+from common.crosscheck.trace import Update, loss_of
+from common.mismatch.batched_scorer import BatchedScorer
+from common.model import hf, hf_config
 from common.types import TrainBatch
 from kernels_triton.reference import log_softmax
 from sparrow_torch import tracer
@@ -38,7 +38,7 @@ def build(config: Config) -> TransformersTracer:
 
 
 class TransformersTracer:
-    """Tracer of common/trace.py."""
+    """Tracer of common/crosscheck/trace.py."""
 
     generate = decoder = None
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import hf_config
-from common.batched_scorer import BatchedScorer
 from common.config import Config
 from common.errors import UserError, one_line
+from common.mismatch.batched_scorer import BatchedScorer
+from common.model import hf_config
 from sparrow_torch import tracer
 from sparrow_torch.backend import compute_dtype
 from sparrow_torch.scorer import align
@@ -62,7 +62,7 @@ def build(config: Config) -> VllmTracer:
 
 
 class VllmTracer:
-    """Tracer of common/trace.py."""
+    """Tracer of common/crosscheck/trace.py."""
 
     generate = decoder = update = None
 

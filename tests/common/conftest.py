@@ -6,7 +6,9 @@ import types
 import numpy as np
 import pytest
 
-from common import loop, metrics, run_dir, setup, tasks
+from common import loop, setup
+from common.records import metrics, run_dir
+from common.tasks import registry
 from tests.common import made_up_traces
 
 
@@ -26,7 +28,7 @@ def train(tmp_path, monkeypatch):
         monkeypatch.setattr(setup, "LEARNER", "fake_backend")
         monkeypatch.setitem(sys.modules, "fake_backend", types.SimpleNamespace(build=build))
         monkeypatch.setattr(
-            tasks, "score", lambda task, rollout, pool: (reward or by_tokens)(rollout)
+            registry, "score", lambda task, rollout, pool: (reward or by_tokens)(rollout)
         )
         fake.path = tmp_path / "run"
         with run_dir.open_run(fake.path, config, "train") as run:

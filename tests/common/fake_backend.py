@@ -5,7 +5,6 @@ import types
 
 import numpy as np
 
-from common import metrics
 from common.config import (
     Config,
     GrpoConfig,
@@ -15,6 +14,7 @@ from common.config import (
     TaskConfig,
 )
 from common.protocols import Backend
+from common.records import metrics
 from common.types import Replay, Rollout, Scored
 
 SAMPLES, LENGTH = 4, 5

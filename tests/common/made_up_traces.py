@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from common import compare, deviations
-from common.trace_file import Trace, TraceWriter
+from common.crosscheck import compare, deviations
+from common.crosscheck.trace_file import Trace, TraceWriter
 
 L, B, T, PROMPT, R, K, J, P, N = 3, 2, 12, 8, 4, 2, 5, 9, 4
 META = {

@@ -9,8 +9,8 @@ depend on each other.
 import numpy as np
 
 from common.config import Config, MismatchConfig, RolloutConfig
-from common.controller import Controller
-from common.schedule import DENSE, Schedule
+from common.mismatch.controller import Controller
+from common.schedule.schedule import DENSE, Schedule
 
 HARD, SPREAD = 0.25, 0.3
 TAU, MARGIN, WIDTH = 0.86, 0.02, 64

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from common import alarms
-from common.alarms import EARLY_STEPS, IDLE_STEPS, K3_STEPS, RECENT_STEPS, Watch
+from common.mismatch import alarms
+from common.mismatch.alarms import EARLY_STEPS, IDLE_STEPS, K3_STEPS, RECENT_STEPS, Watch
 
 
 def record(length=300.0, k3=1e-3):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import batching, grpo
-from common.grpo import Advantages
+from common.objective import batching, grpo
+from common.objective.grpo import Advantages
 from common.types import Prompt, Rollout, Scored
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from common import tasks
-from common.chat import load_codec
 from common.config import TaskConfig
+from common.tasks import registry
+from common.tasks.chat import load_codec
 from tests.common.task_files import row, write_jsonl, write_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -154,8 +154,8 @@ def test_a_prompt_has_neither_todays_date_nor_chance_in_it(tmp_path):
     assert load_codec(folder, "", "2024-07-26").render(HELLO).startswith("26 Jul 2024[user]hello")
     name = write_jsonl(tmp_path / "d.jsonl", [row()])
     with pytest.raises(ValueError, match="line 1: the chat template asks for today's date"):
-        tasks.build_task(TaskConfig(name=name, tokenizer=folder))
-    task = tasks.build_task(TaskConfig(name=name, tokenizer=folder, date="2024-07-26"))
+        registry.build_task(TaskConfig(name=name, tokenizer=folder))
+    task = registry.build_task(TaskConfig(name=name, tokenizer=folder, date="2024-07-26"))
     assert task.text(task.prompts[0].tokens).startswith("26 Jul 2024")
     computed = with_files(tmp_path / "u", "{% set f = '%Y' %}{{ strftime_now(f) }}")
     with pytest.raises(ValueError, match="today's date"):

@@ -12,10 +12,12 @@ import time
 import numpy as np
 import pytest
 
-from common import cli, overrides, run_dir, schedule
-from common.commands import COMMANDS
-from common.config import Config
+from common.cli import main
+from common.cli.commands import COMMANDS
+from common.config import Config, overrides
 from common.errors import UserError, is_disk_full, is_user_error
+from common.records import run_dir
+from common.schedule import schedule
 
 FLAT = schedule.Schedule(page_size=16, bin_tokens=8, budgets=(4,))
 RECIPE = "from common.config import Config\ndef get_config():\n    return Config()\n"
@@ -33,7 +35,7 @@ def fails(capsys, line, status=2):
     """Run `sparrow LINE` in this process; its one line on stderr."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert cli.main(shlex.split(line)) == status
+        assert main.main(shlex.split(line)) == status
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -115,12 +117,12 @@ def test_help_names_every_command_and_loads_no_heavy_library(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=list(COMMANDS))
 def test_help_of_a_command_shows_flags_and_an_example_that_parses(command):
-    text = cli.help_text(command)
+    text = main.help_text(command)
     for flag in command.flags:
         assert f"--{flag.name} " in text
     words = shlex.split(command.example)
     assert words[:2] == ["sparrow", command.name]
-    arguments = cli.parse_arguments(command, words[2:])
+    arguments = main.parse_arguments(command, words[2:])
     assert arguments.config_file in (None, "configs/demo.py")
     assert max(map(len, text.splitlines())) <= 110
 
@@ -209,7 +211,7 @@ def test_a_full_disk_is_one_line_and_status_1(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    assert cli.main(["schedule", "--preset=qwen3-4b-0.86", "--out=s.json"]) == 1
+    assert main.main(["schedule", "--preset=qwen3-4b-0.86", "--out=s.json"]) == 1
     for number, handler in handlers.items():
         signal.signal(number, handler)
     said = capsys.readouterr().err

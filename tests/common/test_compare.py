@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common import compare
+from common.crosscheck import compare
 from tests.common.made_up_traces import P, judged
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from common import config as settings
-from common import grpo
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
-from common.config_fields import check_within
+from common.config.fields import check_within
+from common.objective import grpo
 
 GROUPS = [Config, *(type(getattr(Config(), f.name)) for f in dataclasses.fields(Config))]
 NUMBERS = [

@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 
-from common import controller as module
-from common import schedule as schedules
 from common.config import MismatchConfig
-from common.controller import Controller, check_controller, open_controller
 from common.errors import UserError
-from common.paged_engine import plan_budgets
-from common.schedule import DENSE
-from common.tail_share import Share, student
+from common.mismatch import controller as module
+from common.mismatch.controller import Controller, check_controller, open_controller
+from common.mismatch.tail_share import Share, student
+from common.rollout.paged_engine import plan_budgets
+from common.schedule import schedule as schedules
+from common.schedule.schedule import DENSE
 from tests.common.simulated_alpha import (
     BUDGETS,
     TAU,

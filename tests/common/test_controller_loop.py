@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from common import metrics, schedule
 from common.errors import UserError
+from common.records import metrics
+from common.schedule import schedule
 from common.types import Replay, Scored
 from tests.common.fake_backend import Fake, make_config
 

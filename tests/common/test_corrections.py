@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import config, corrections, noise
+from common import config
+from common.objective import corrections
+from common.rollout import noise
 
 
 def correct(name, ratios, mask=None, *, cap=2.0, low=0.5, **more):

@@ -9,12 +9,14 @@ import sys
 import numpy as np
 import pytest
 
-from common import chips, cli, cost, cost_report, eflops, hf, lengths
+from common.cli import main
 from common.config import ModelConfig
+from common.cost import chips, cost_report, decode_cost, eflops, lengths
+from common.cost.lengths import Lengths
 from common.errors import UserError
-from common.geometry import QWEN3
-from common.lengths import Lengths
-from common.schedule import DENSE, Schedule
+from common.model import hf
+from common.model.geometry import QWEN3
+from common.schedule.schedule import DENSE, Schedule
 
 TINY = ModelConfig(
     vocab_size=61, num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
@@ -32,13 +34,13 @@ def published(name, tau="0.86"):
 
 
 def h200(**changes):
-    return cost.Setting(chip=chips.CHIPS["h200"], **changes)
+    return decode_cost.Setting(chip=chips.CHIPS["h200"], **changes)
 
 
 def speedup(name, schedule, rows, setting):
     g = QWEN3[name]
-    batch = cost.batch_that_fits(g, rows, schedule.page_size, setting)
-    dense, sparse = (cost.predict(g, s, rows, batch, setting) for s in (None, schedule))
+    batch = decode_cost.batch_that_fits(g, rows, schedule.page_size, setting)
+    dense, sparse = (decode_cost.predict(g, s, rows, batch, setting) for s in (None, schedule))
     return sparse["tokens_per_second"] / dense["tokens_per_second"]
 
 
@@ -51,45 +53,45 @@ def test_bytes_of_a_step_by_hand():
     pages; budget 1 reads 4 and 3 of them, 2,048 bytes each, and landmarks of 64 bytes."""
     rows = np.array([100, 40])
     weights = 2 * (3 * 10_752 + 61 * 32)
-    assert cost.step_bytes(TINY, None, rows) == {
+    assert decode_cost.step_bytes(TINY, None, rows) == {
         "weights": weights, "kv_dense_layers": 2 * 141 * 128 + 2 * 128,
         "kv_sparse_layers": 142 * 128, "reserved_pages": 0, "landmarks": 0,
     }  # fmt: skip
-    assert cost.step_bytes(TINY, ONE, rows) == {
+    assert decode_cost.step_bytes(TINY, ONE, rows) == {
         "weights": weights, "kv_dense_layers": 2 * 142 * 128, "kv_sparse_layers": 1 * 2048,
         "reserved_pages": (3 + 3) * 2048, "landmarks": (7 + 3) * 64,
     }  # fmt: skip
-    got = cost.row_bytes(TINY, ONE, rows)
+    got = decode_cost.row_bytes(TINY, ONE, rows)
     assert got.tolist() == [2 * 101 * 128 + 4 * 2048 + 7 * 64, 2 * 41 * 128 + 3 * 2048 + 3 * 64]
-    assert cost.decode_speedup(TINY, ONE, rows) == pytest.approx(
+    assert decode_cost.decode_speedup(TINY, ONE, rows) == pytest.approx(
         (weights + 3 * 142 * 128) / (weights + 2 * 142 * 128 + 7 * 2048 + 10 * 64)
     )
 
 
 def test_options_of_a_step():
     rows = np.array([1000])
-    base = cost.step_bytes(TINY, ONE, rows)
-    half = cost.step_bytes(TINY, ONE, rows, kv_bytes=1)
+    base = decode_cost.step_bytes(TINY, ONE, rows)
+    half = decode_cost.step_bytes(TINY, ONE, rows, kv_bytes=1)
     assert half["kv_sparse_layers"] == base["kv_sparse_layers"] / 2
     assert half["landmarks"] == base["landmarks"]  # kept in bfloat16
     assert half["weights"] == base["weights"]
-    assert cost.step_bytes(TINY, ONE, rows, weight_bytes=4)["weights"] == 2 * base["weights"]
+    assert decode_cost.step_bytes(TINY, ONE, rows, weight_bytes=4)["weights"] == 2 * base["weights"]
     for layers in (3, 7):  # no layer is left to be sparse
-        terms = cost.step_bytes(TINY, ONE, rows, num_dense_layers=layers)
+        terms = decode_cost.step_bytes(TINY, ONE, rows, num_dense_layers=layers)
         assert terms["kv_dense_layers"] == 3 * 1001 * 128
         assert terms["kv_sparse_layers"] == terms["reserved_pages"] == terms["landmarks"] == 0
     dense = dataclasses.replace(ONE, budgets=(DENSE,))
-    assert cost.step_bytes(TINY, dense, rows) == cost.step_bytes(TINY, None, rows)
+    assert decode_cost.step_bytes(TINY, dense, rows) == decode_cost.step_bytes(TINY, None, rows)
     with pytest.raises(ValueError, match="expected integer lengths"):
-        cost.row_bytes(TINY, None, np.array([-1]))
+        decode_cost.row_bytes(TINY, None, np.array([-1]))
     with pytest.raises(ValueError, match="expected integer lengths"):
-        cost.row_bytes(TINY, ONE, np.array([1.5]))
+        decode_cost.row_bytes(TINY, ONE, np.array([1.5]))
 
 
 def test_pages_are_read_once_a_page_is_needed():
     """k + 3 = 4 pages: all of them up to 64 tokens with the new one, then 4; dense grows on."""
     n = np.arange(200)
-    kv = cost.row_terms(TINY, ONE, n)
+    kv = decode_cost.row_terms(TINY, ONE, n)
     read = (kv["kv_sparse_layers"] + kv["reserved_pages"]) / 2048
     assert read.tolist() == [min(4, -(-(i + 1) // 16)) for i in n]
     assert (kv["landmarks"] / 64).tolist() == [-(-(i + 1) // 16) for i in n]
@@ -97,12 +99,12 @@ def test_pages_are_read_once_a_page_is_needed():
 
 def test_weights_that_are_read_and_that_are_kept():
     """Qwen3's published sizes; an untied embedding is kept and not read."""
-    sizes = {name: cost.num_parameters(g) / 1e9 for name, g in QWEN3.items()}
+    sizes = {name: decode_cost.num_parameters(g) / 1e9 for name, g in QWEN3.items()}
     assert sizes == pytest.approx(
         {"qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77}, abs=0.01
     )
     for g in QWEN3.values():
-        norms = cost.num_parameters(g) - cost.step_weights(g)
+        norms = decode_cost.num_parameters(g) - decode_cost.step_weights(g)
         assert (norms > g.vocab_size * g.hidden_size) == (not g.tie_embeddings)
 
 
@@ -137,46 +139,48 @@ def test_rows_in_flight_are_those_of_a_simulated_engine():
 
 def test_batch_by_hand():
     """33 KB of weights and rows of 64 tokens: 4 pages of 3 x (2,048 + 64) = 6,336 bytes."""
-    setting = cost.Setting(chip=CHIP, samples=1, memory_share=0.5, reserve=True)
+    setting = decode_cost.Setting(chip=CHIP, samples=1, memory_share=0.5, reserve=True)
     rows = lengths.fixed(64)
-    assert cost.row_memory(TINY, rows, 16, setting) == 4 * 6336
-    room = 0.5 * 1e6 - 2 * cost.num_parameters(TINY)
-    assert cost.batch_that_fits(TINY, rows, 16, setting) == room // (4 * 6336) > 10
+    assert decode_cost.row_memory(TINY, rows, 16, setting) == 4 * 6336
+    room = 0.5 * 1e6 - 2 * decode_cost.num_parameters(TINY)
+    assert decode_cost.batch_that_fits(TINY, rows, 16, setting) == room // (4 * 6336) > 10
     growing = dataclasses.replace(setting, reserve=False)  # 1, 2, 3 and 4 pages in equal parts
-    assert cost.row_memory(TINY, rows, 16, growing) == 2.5 * 6336
+    assert decode_cost.row_memory(TINY, rows, 16, growing) == 2.5 * 6336
     shared = dataclasses.replace(setting, samples=4)  # 40 tokens: 2 full pages, a quarter each
     prompt = lengths.fixed(24, prompt=40)
-    assert cost.row_memory(TINY, prompt, 16, shared) == (4 - 0.75 * 2) * 6336
+    assert decode_cost.row_memory(TINY, prompt, 16, shared) == (4 - 0.75 * 2) * 6336
     asked = dataclasses.replace(setting, batch=3)
-    assert cost.batch_that_fits(TINY, rows, 16, asked) == 3
+    assert decode_cost.batch_that_fits(TINY, rows, 16, asked) == 3
     for fault in ({"batch": 1000}, {"memory_share": 0.01}):
         with pytest.raises(UserError, match="do not fit: .* give more --chips"):
-            cost.batch_that_fits(TINY, rows, 16, dataclasses.replace(setting, **fault))
+            decode_cost.batch_that_fits(TINY, rows, 16, dataclasses.replace(setting, **fault))
 
 
 def test_prediction_by_hand():
     """One row that stays at 0 cached tokens, at 1 MB/s: bytes are microseconds."""
-    setting = cost.Setting(chip=CHIP, samples=1)
+    setting = decode_cost.Setting(chip=CHIP, samples=1)
     rows = Lengths(prompt=0, weights=np.ones(1))
-    got = cost.predict(TINY, None, rows, 1, setting)
-    size = sum(cost.step_bytes(TINY, None, np.array([0])).values())
+    got = decode_cost.predict(TINY, None, rows, 1, setting)
+    size = sum(decode_cost.step_bytes(TINY, None, np.array([0])).values())
     assert got["step_seconds"] == pytest.approx(size / 1e6)
     assert got["tokens_per_second"] == pytest.approx(1e6 / size)
     slow = dataclasses.replace(CHIP, flops_per_second=1e5)
-    bound = cost.predict(TINY, None, rows, 5, dataclasses.replace(setting, chip=slow))["seconds"]
-    assert bound["weights"] == pytest.approx(2 * cost.step_weights(TINY) * 5 / 1e5)
+    bound = decode_cost.predict(TINY, None, rows, 5, dataclasses.replace(setting, chip=slow))[
+        "seconds"
+    ]
+    assert bound["weights"] == pytest.approx(2 * decode_cost.step_weights(TINY) * 5 / 1e5)
     # 4 heads of 16: 4 x 4 x 16 operations a layer for a key and its value
     assert bound["kv_dense_layers"] == pytest.approx(2 * 5 * 256 / 1e5)
     rows = Lengths(prompt=10, weights=np.ones(20))
-    flops = 2 * cost.layer_weights(TINY) * 10 + 3 * (4 * 4 * 16) * 10 * 10 / 2
-    prefill = cost.predict(TINY, ONE, rows, 5, dataclasses.replace(setting, samples=2))
+    flops = 2 * decode_cost.layer_weights(TINY) * 10 + 3 * (4 * 4 * 16) * 10 * 10 / 2
+    prefill = decode_cost.predict(TINY, ONE, rows, 5, dataclasses.replace(setting, samples=2))
     assert prefill["seconds"]["prefill"] == pytest.approx(5 / (20 * 2) * flops / 1e12)
 
 
 # --- what the paper says ---
 
 
-@pytest.mark.parametrize(("share", "tolerance"), [(0.75, 0.011), (cost.MEMORY_SHARE, 0.025)])
+@pytest.mark.parametrize(("share", "tolerance"), [(0.75, 0.011), (decode_cost.MEMORY_SHARE, 0.025)])
 @pytest.mark.parametrize("name", QWEN3)
 def test_byte_bounds_of_the_paper(name, share, tolerance):
     """One H200, cache full, schedule 0.86, responses of 32K: rows in flight at all lengths, no
@@ -192,9 +196,9 @@ def test_the_bounds_depend_on_each_part_of_the_model():
     assert speedup("qwen3-4b", schedule, rows, dataclasses.replace(setting, num_dense_layers=0)) > (
         1.05 * BOUNDS["qwen3-4b"]
     )
-    batch = cost.batch_that_fits(g, rows, 16, setting)
-    sparse = cost.predict(g, schedule, rows, batch, setting)
-    dense = cost.predict(g, None, rows, batch, setting)["step_seconds"]
+    batch = decode_cost.batch_that_fits(g, rows, 16, setting)
+    sparse = decode_cost.predict(g, schedule, rows, batch, setting)
+    dense = decode_cost.predict(g, None, rows, batch, setting)["step_seconds"]
     without = sparse["step_seconds"] - sparse["seconds"]["landmarks"]
     assert dense / without > 1.05 * BOUNDS["qwen3-4b"]
     last = Lengths(prompt=32_767, weights=np.ones(1))
@@ -229,7 +233,10 @@ def test_page_size_with_the_fewest_bytes():
     def cheapest(n):
         """Averaged over the positions in a page of 128."""
         span = np.arange(n, n + 128)
-        total = [cost.row_bytes(QWEN3["qwen3-4b"], cost.same_tokens(base, c), span) for c in sizes]
+        total = [
+            decode_cost.row_bytes(QWEN3["qwen3-4b"], decode_cost.same_tokens(base, c), span)
+            for c in sizes
+        ]
         return sizes[int(np.argmin([x.mean() for x in total]))]
 
     assert [cheapest(n) for n in (2600, 2900)] == [16, 16]
@@ -254,24 +261,25 @@ def test_what_pages_of_16_cost_more(name):
     exact = Schedule(page_size=16, bin_tokens=2000, budgets=(32,))
     options = {"prompt": 512, "response": 8192, "samples": 8, "intensity": 206.0}
     by_page = [
-        eflops.speedup(QWEN3[name], cost.same_tokens(exact, c), **options) for c in (16, 32, 64)
+        eflops.speedup(QWEN3[name], decode_cost.same_tokens(exact, c), **options)
+        for c in (16, 32, 64)
     ]
     assert by_page == sorted(by_page)
 
 
 def test_same_tokens_rounds_up_and_keeps_dense():
     schedule = Schedule(page_size=16, bin_tokens=10, budgets=(29, 64, 0, DENSE), name="s")
-    assert cost.same_tokens(schedule, 16) is schedule
-    other = cost.same_tokens(schedule, 64)
+    assert decode_cost.same_tokens(schedule, 16) is schedule
+    other = decode_cost.same_tokens(schedule, 64)
     assert other.page_size == 64 and other.budgets == (8, 16, 0, DENSE)  # 29 x 16 = 464 = 7.25 x 64
-    assert cost.same_tokens(schedule, 8).budgets == (58, 128, 0, DENSE)
+    assert decode_cost.same_tokens(schedule, 8).budgets == (58, 128, 0, DENSE)
 
 
 def test_whole_step_by_the_papers_measurements():
     """2.21x of the rollout was 1.97x of the step, 2.41x was 2.11x: a tenth is not rollout."""
-    assert cost.whole_step_speedup(2.21, 0.1) == pytest.approx(1.97, abs=0.01)
-    assert cost.whole_step_speedup(2.41, 0.1) == pytest.approx(2.11, abs=0.02)
-    assert cost.whole_step_speedup(2.21, 0) == pytest.approx(2.21)
+    assert decode_cost.whole_step_speedup(2.21, 0.1) == pytest.approx(1.97, abs=0.01)
+    assert decode_cost.whole_step_speedup(2.41, 0.1) == pytest.approx(2.11, abs=0.02)
+    assert decode_cost.whole_step_speedup(2.21, 0) == pytest.approx(2.21)
 
 
 # --- eFLOPs ---
@@ -290,7 +298,7 @@ def test_eflops_are_those_of_a_loop_over_tokens():
         marks = np.array([samples * 2 * seen, 2 * (prompt + samples * (t + 0.5))]) * D / 2 / 8
         sparse += [samples * 2 * r * D * b, samples * 2 * D * b, *marks]
     options = {"prompt": prompt, "response": response, "samples": samples, "intensity": intensity}
-    parameters = 2 * 3 * cost.num_parameters(TINY) * 50
+    parameters = 2 * 3 * decode_cost.num_parameters(TINY) * 50
     got = eflops.eflops(TINY, None, **options)
     want = [parameters, dense[0], 7 * dense[1], 0, 0]
     assert list(got.values()) == pytest.approx(want)
@@ -345,7 +353,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(capsys, line):
-    status = cli.main(["cost", *shlex.split(line)])
+    status = main.main(["cost", *shlex.split(line)])
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -365,7 +373,7 @@ def test_the_command_prints_and_writes_what_it_computes(folder, capsys):
 
 
 def test_own_model_schedule_file_and_histogram(folder, capsys):
-    hf.save(folder / "m", TINY, {n: np.zeros(s) for n, s in cost.param_shapes(TINY).items()})
+    hf.save(folder / "m", TINY, {n: np.zeros(s) for n, s in decode_cost.param_shapes(TINY).items()})
     dataclasses.replace(ONE, page_size=32, name="mine").save(folder / "s.json")
     (folder / "h.json").write_text('{"edges": [0, 100, 400], "counts": [3, 1]}')
     found = {}
@@ -449,7 +457,7 @@ def test_mistakes_end_in_one_line(folder, capsys, change, part):
 def test_the_model_of_bytes_needs_numpy_only():
     """sparrow_torch/bench.py uses it where only torch, triton and numpy are installed."""
     program = (
-        "import sys, common.cost\n"
+        "import sys, common.cost.decode_cost\n"
         "print({'absl', 'ml_dtypes', 'safetensors', 'rich', 'jinja2', 'matplotlib', 'scipy'}"
         " & set(sys.modules))"
     )

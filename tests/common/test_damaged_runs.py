@@ -7,10 +7,10 @@ import pytest
 
 from common.config import Config, RolloutConfig
 from common.errors import is_user_error
-from common.metrics import MetricsWriter, read_metrics, read_sound
-from common.report import load_runs, write_report
-from common.run_dir import open_run
-from common.schedule import Schedule
+from common.records.metrics import MetricsWriter, read_metrics, read_sound
+from common.records.run_dir import open_run
+from common.report.report import load_runs, write_report
+from common.schedule.schedule import Schedule
 
 FILES = ("run.json", "config.json", "metrics.jsonl", "schedule.json")
 ODD = (

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from common import tasks
 from common.config import TaskConfig
 from common.errors import is_user_error
+from common.tasks import registry
 from tests.common.task_files import row, write_tokenizer
 
 TURNS = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}[bot]"
@@ -92,7 +92,7 @@ def test_damaged_files_get_one_line_or_the_tokens_of_transformers(tmp_path, name
         for file, content in (whole | {name: damaged}).items():
             (tmp_path / file).write_bytes(content)
         try:
-            task = tasks.build_task(TaskConfig(name=str(tmp_path / "d.jsonl")), str(tmp_path))
+            task = registry.build_task(TaskConfig(name=str(tmp_path / "d.jsonl")), str(tmp_path))
             task.text([1, 2, 250, 255, 7])
         except ValueError as error:
             refused += 1

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from common import doctor
-from common.doctor import Check, Probe, diagnose, print_checks, probe_python, run_probe, summary
+from common.cli import doctor
+from common.cli.doctor import Check, Probe, diagnose, print_checks, probe_python, run_probe, summary
 
 GPU = Check(name="CUDA GPU", ok=True, detail="H200")
 NO_GPU = Check(name="CUDA GPU", ok=False, detail="nvidia-smi not found", remedy="another machine")
@@ -53,7 +53,7 @@ def test_expected_checks_in_order(checks):
 
 def test_frameworks_stay_out_of_this_process():
     code = (
-        "import sys\nfrom common.doctor import diagnose\ndiagnose(timeout=1)\n"
+        "import sys\nfrom common.cli.doctor import diagnose\ndiagnose(timeout=1)\n"
         "bad = {'jax', 'torch', 'triton', 'vllm', 'tensorboard', 'pyarrow'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )

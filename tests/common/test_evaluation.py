@@ -5,9 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from common import evaluation
 from common.config import Config
-from common.prompts import PromptSource
+from common.tasks import evaluation
+from common.tasks.prompts import PromptSource
 from common.types import Prompt
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common import hf, hf_config
 from common.config import Config, ModelConfig
 from common.errors import UserError
-from common.geometry import param_shapes
+from common.model import hf, hf_config
+from common.model.geometry import param_shapes
 from common.setup import check_context
 
 GEOMETRY = ModelConfig(

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import grading
 from common.errors import UserError
-from common.grading import GraderPool, Job, checked_score
+from common.tasks import grading
+from common.tasks.grading import GraderPool, Job, checked_score
 
 HERE = "tests.common.bad_scorers"
 DEADLINE = 0.5

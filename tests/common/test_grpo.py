@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import grpo
 from common.config import GrpoConfig
+from common.objective import grpo
 
 NAN = float("nan")
 GROUP = np.array([0, 0, 0, 1, 1, 1])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from common.kept_parts import KeptParts, weights_stamp
+from common.profile.kept_parts import KeptParts, weights_stamp
 from tests.conftest import ROOT
 
 

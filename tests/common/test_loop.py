@@ -6,11 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from common import grpo, metrics, rollout_stats
 from common.config import GrpoConfig, TaskConfig
 from common.errors import UserError
-from common.prompts import PromptSource
-from common.tasks import build_task
+from common.mismatch import rollout_stats
+from common.objective import grpo
+from common.records import metrics
+from common.tasks.prompts import PromptSource
+from common.tasks.registry import build_task
 from tests.common.fake_backend import LENGTH, SAMPLES, Fake, make_config
 
 

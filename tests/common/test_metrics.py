@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import metrics
-from common.metrics import MetricsWriter, comparable, read_metrics
-from common.progress import Progress, format_seconds
+from common.records import metrics
+from common.records.metrics import MetricsWriter, comparable, read_metrics
+from common.records.progress import Progress, format_seconds
 
 
 def values(step):
@@ -53,7 +53,7 @@ def test_killed_anywhere_and_resumed_equals_uninterrupted(tmp_path_factory, cut,
 
 def test_kill_in_mid_write_of_a_real_process(tmp_path):
     code = (
-        "import os, signal, sys\nfrom common.metrics import MetricsWriter\n"
+        "import os, signal, sys\nfrom common.records.metrics import MetricsWriter\n"
         "w = MetricsWriter(sys.argv[1], resume_step=0, console=False, total_steps=9)\n"
         "for s in range(3): w.write(s, {'reward/mean': 0.1 * s, 'time/step': 1.5,"
         " 'throughput/step_tokens_per_second': 7.0}, bins=[{'bin': 0, 'start': 0, 'end': 16,"
@@ -207,7 +207,7 @@ def test_tensorboard_sorts_after_files_named_by_the_clock(tmp_path):
 
 def test_tensorboard_loads_no_framework_and_metrics_imports_lazily(tmp_path):
     code = (
-        "import sys\nimport common.metrics as m\n"
+        "import sys\nimport common.records.metrics as m\n"
         "early = {'rich', 'tensorboard'} & set(sys.modules)\n"
         "w = m.MetricsWriter(sys.argv[1], resume_step=0, console=True, total_steps=1)\n"
         "w.write(0, {'reward/mean': 1.0}); w.close()\n"
@@ -268,7 +268,7 @@ class Clock:
 
 def test_plain_progress_speaks_at_most_every_ten_seconds(monkeypatch):
     clock, stream = Clock(), io.StringIO()
-    monkeypatch.setattr("common.progress.time", clock)
+    monkeypatch.setattr("common.records.progress.time", clock)
     with Progress("profile", stream=stream) as progress:
         for done in range(1, 26):  # one call a second, 25 s
             clock.now += 1

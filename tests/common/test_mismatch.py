@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import mismatch, oracles
+from common.mismatch import acceptance
+from common.oracles import float64
 
 OPTIONS = {"bin_tokens": 4, "min_tokens": 1}
 
@@ -22,7 +23,7 @@ def one_bin(values, **more):
 
 def statistics(alpha, mask, **options):
     """Each row a prompt of its own."""
-    return mismatch.statistics(alpha, mask, np.arange(len(alpha)), **options)
+    return acceptance.statistics(alpha, mask, np.arange(len(alpha)), **options)
 
 
 def only(alpha, mask, **options):
@@ -97,9 +98,9 @@ def test_order_of_rows_is_irrelevant_and_quantiles_rise(seed, num_rows, width):
     alpha = np.round(rng.beta(5, 0.5, (num_rows, width)), 2)
     mask = rng.uniform(size=alpha.shape) < 0.8
     group, how = rng.integers(0, 4, num_rows), {"bin_tokens": 7, "min_tokens": 3}
-    got = mismatch.statistics(alpha, mask, group, **how)
+    got = acceptance.statistics(alpha, mask, group, **how)
     order = rng.permutation(num_rows)
-    moved = mismatch.statistics(alpha[order], mask[order], group[order], **how)
+    moved = acceptance.statistics(alpha[order], mask[order], group[order], **how)
     assert got == moved
     assert sum(s.count for s in got) == mask.sum()
     for s in got:
@@ -119,12 +120,12 @@ def test_interval_comes_from_prompts_not_from_samples_or_tokens():
     assert dependent.p5_high - dependent.p5_low > 2 * (independent.p5_high - independent.p5_low)
     # every row four times over, as four samples of one prompt: nothing new is known
     four, mask = np.repeat(shuffled, 4, axis=0), np.ones((80, 50), bool)
-    (got,) = mismatch.statistics(four, mask, np.arange(80) // 4, bin_tokens=50, min_tokens=1)
+    (got,) = acceptance.statistics(four, mask, np.arange(80) // 4, bin_tokens=50, min_tokens=1)
     assert got.num_units == 20
     (same,) = statistics(shuffled, mask[:20], bin_tokens=50, min_tokens=1)
     assert got.p5_high - got.p5_low > 0.9 * (same.p5_high - same.p5_low)
     with pytest.raises(ValueError, match="the prompt of each of 80 rows"):
-        mismatch.statistics(four, mask, np.arange(20), **OPTIONS)
+        acceptance.statistics(four, mask, np.arange(20), **OPTIONS)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
@@ -145,39 +146,39 @@ def stats_of(**by_bin):
 
 def test_verdict_needs_every_judged_bin():
     stats = stats_of(b0=(0.5, 0.95, True), b1=(0.4, 0.86, True), b3=(0.0, 0.1, False))
-    assert mismatch.tail(stats, 0.05) == {0: 0.95, 1: 0.86}
-    assert mismatch.tail(stats, 0.01) == {0: 0.5, 1: 0.4}
-    good = mismatch.verdict(stats, 0.86, 0.05)
+    assert acceptance.tail(stats, 0.05) == {0: 0.95, 1: 0.86}
+    assert acceptance.tail(stats, 0.01) == {0: 0.5, 1: 0.4}
+    good = acceptance.verdict(stats, 0.86, 0.05)
     assert good.meets is True and good.failing == () and good.unjudged == (3,)
     assert (good.worst_bin, good.worst) == (1, 0.86)
-    bad = mismatch.verdict(stats, 0.861, 0.05)
+    bad = acceptance.verdict(stats, 0.861, 0.05)
     assert bad.meets is False and bad.failing == (1,)
-    assert mismatch.verdict(stats, 0.86, 0.01).failing == (0, 1)
+    assert acceptance.verdict(stats, 0.86, 0.01).failing == (0, 1)
     # beyond doubt: the upper end of the interval is under tau as well, in a judged bin
-    assert good.certain == bad.certain == mismatch.verdict(stats, 0.91, 0.05).certain == ()
-    assert mismatch.verdict(stats, 0.92, 0.05).certain == (1,)
-    assert mismatch.verdict(stats, 0.92, 0.01).certain == ()
-    none = mismatch.verdict(stats[2:], 0.86, 0.05)
+    assert good.certain == bad.certain == acceptance.verdict(stats, 0.91, 0.05).certain == ()
+    assert acceptance.verdict(stats, 0.92, 0.05).certain == (1,)
+    assert acceptance.verdict(stats, 0.92, 0.01).certain == ()
+    none = acceptance.verdict(stats[2:], 0.86, 0.05)
     assert none.meets is None and none.worst is None and none.unjudged == (3,)
     with pytest.raises(ValueError, match="quantile"):
-        mismatch.tail(stats, 0.1)
+        acceptance.tail(stats, 0.1)
 
 
 def test_topk_estimate_by_hand_and_as_a_lower_bound():
     # dense {1: .6, 2: .3}, sparse {2: .5, 3: .4}: only token 2 is in both: min(.3, .5)
-    got = mismatch.topk_estimate(
+    got = acceptance.topk_estimate(
         np.log([[0.6, 0.3]]), np.array([[1, 2]]), np.log([[0.5, 0.4]]), np.array([[2, 3]])
     )
     np.testing.assert_allclose(got, [0.3])
     rng = np.random.default_rng(0)
     dense = rng.normal(0, 2, (30, 40))
     sparse = dense + rng.normal(0, 0.5, (30, 40))
-    alpha = oracles.acceptance_overlap(dense, sparse)
-    logp_dense, logp_sparse = oracles.log_softmax(dense), oracles.log_softmax(sparse)
+    alpha = float64.acceptance_overlap(dense, sparse)
+    logp_dense, logp_sparse = float64.log_softmax(dense), float64.log_softmax(sparse)
     previous = np.zeros(30)
     for top in (1, 5, 20, 40):
         ids_d, ids_s = (np.argsort(-x, axis=1)[:, :top] for x in (dense, sparse))
-        got = mismatch.topk_estimate(
+        got = acceptance.topk_estimate(
             np.take_along_axis(logp_dense, ids_d, 1),
             ids_d,
             np.take_along_axis(logp_sparse, ids_s, 1),

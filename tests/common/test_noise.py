@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 from scipy import stats
 
-from common import noise
+from common.rollout import noise
 
 # Random123's kat_vectors, "threefry2x32 20": counter, key, result.
 KNOWN_ANSWERS = [

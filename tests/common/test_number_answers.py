@@ -4,8 +4,8 @@ from decimal import Decimal
 
 import pytest
 
-from common import number_expressions
-from common.number_answers import final_number, number_job, score_number, truth_number
+from common.tasks import number_expressions
+from common.tasks.number_answers import final_number, number_job, score_number, truth_number
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_expression_has_its_value_and_not_that_of_its_last_digits(text, right
         job = number_job({"number": number}, text)
         assert number_expressions.score(job.answer, job.response) == score
         assert score_number({"number": number}, text) == 0.0  # only a worker evaluates
-    assert job.scorer == "common.number_expressions:score"
+    assert job.scorer == "common.tasks.number_expressions:score"
 
 
 @pytest.mark.parametrize("text", [r"\boxed{3 1/2}", "1/0", r"#### 2\pi", "1.5.2", "12:30", "1,2"])

@@ -5,19 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import oracles
 from common.config import ModelConfig
+from common.oracles import float64
 
 
 def test_rms_norm_by_hand():
     # mean square of (3, 4) = 12.5; with eps 3.5: sqrt(16) = 4; gains 2, 1
-    np.testing.assert_allclose(oracles.rms_norm([3, 4], [2, 1], 3.5), [1.5, 1.0])
+    np.testing.assert_allclose(float64.rms_norm([3, 4], [2, 1], 3.5), [1.5, 1.0])
 
 
 def test_rope_pairs_a_dimension_with_the_one_half_a_head_further():
     # H = 4, theta 100: angles p * 100^0 = p and p * 100^(-1/2) = p / 10; pairs (0, 2) and (1, 3)
     x = np.array([[[1.0, 0, 0, 0]], [[0, 1.0, 0, 0]], [[0, 0, 1.0, 0]]])
-    got = oracles.rope(x, np.array([2, 3, 2]), 100.0)
+    got = float64.rope(x, np.array([2, 3, 2]), 100.0)
     np.testing.assert_allclose(got[0, 0], [np.cos(2), 0, np.sin(2), 0], atol=1e-12)
     np.testing.assert_allclose(got[1, 0], [0, np.cos(0.3), 0, np.sin(0.3)], atol=1e-12)
     np.testing.assert_allclose(got[2, 0], [-np.sin(2), 0, np.cos(2), 0], atol=1e-12)
@@ -27,7 +27,7 @@ def test_rope_dot_products_depend_on_the_distance_only():
     q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 8))
 
     def dot(s, t):
-        return float((oracles.rope(q, [s], 1e4) * oracles.rope(k, [t], 1e4)).sum())
+        return float((float64.rope(q, [s], 1e4) * float64.rope(k, [t], 1e4)).sum())
 
     assert dot(7, 3) == pytest.approx(dot(104, 100)) and dot(0, 0) == pytest.approx((q * k).sum())
     assert dot(7, 3) != pytest.approx(dot(7, 4))
@@ -48,28 +48,28 @@ def test_select_pages_by_hand(last_len):
     q = np.ones((2, 1))
     want = {0: [0, 5, 6], 1: [0, 2, 5, 6], 2: [0, 2, 3, 5, 6], 3: [0, 1, 2, 3, 5, 6]}
     for k, pages in want.items():  # k = 1: pages 2 and 3 tie, the lower one is read
-        got = oracles.select_pages(q, keys, k=k, page_size=4)
+        got = float64.select_pages(q, keys, k=k, page_size=4)
         np.testing.assert_array_equal(got, [pages])
     for k in (4, 5, 100, None):
-        got = oracles.select_pages(q, keys, k=k, page_size=4)
+        got = float64.select_pages(q, keys, k=k, page_size=4)
         np.testing.assert_array_equal(got, [range(7)])
     # a query that points the other way prefers the lowest landmarks
-    got = oracles.select_pages(-q, keys, k=2, page_size=4)
+    got = float64.select_pages(-q, keys, k=2, page_size=4)
     np.testing.assert_array_equal(got, [[0, 1, 4, 5, 6]])
-    np.testing.assert_array_equal(oracles.select_pages(q, keys[:9], k=0, page_size=4), [[0, 1, 2]])
+    np.testing.assert_array_equal(float64.select_pages(q, keys[:9], k=0, page_size=4), [[0, 1, 2]])
     with pytest.raises(ValueError, match="k=-1"):
-        oracles.select_pages(q, keys[:5], k=-1, page_size=4)
+        float64.select_pages(q, keys[:5], k=-1, page_size=4)
 
 
 def test_landmark_is_the_mean_key_and_the_group_mean_is_the_query():
     # page 1 has one huge key, mean (8 + 0) / 2 = 4; page 2 has 5 and 5, mean 5 and no outlier
     keys = np.array([0, 0, 8, 0, 5, 5, 0, 0, 0])[:, None, None]
     np.testing.assert_array_equal(
-        oracles.select_pages(np.ones((1, 1)), keys, k=1, page_size=2), [[0, 2, 3, 4]]
+        float64.select_pages(np.ones((1, 1)), keys, k=1, page_size=2), [[0, 2, 3, 4]]
     )
     # KV head 0: group queries 3 and -1, mean 1 > 0; KV head 1: 1 and -3, mean -1 < 0
     keys = np.repeat(keys, 2, axis=1)
-    got = oracles.select_pages(np.array([[3.0], [-1], [1], [-3]]), keys, k=1, page_size=2)
+    got = float64.select_pages(np.array([[3.0], [-1], [1], [-3]]), keys, k=1, page_size=2)
     np.testing.assert_array_equal(got, [[0, 2, 3, 4], [0, 1, 3, 4]])
 
 
@@ -79,12 +79,12 @@ def test_selected_pages_are_sorted_distinct_reserved_first_and_counted(S, k, pag
     rng = np.random.default_rng(seed)
     q, keys = rng.normal(size=(4, 8)), rng.normal(size=(S, 2, 8))
     n = -(-S // page_size)
-    got = oracles.select_pages(q, keys, k=k, page_size=page_size)
+    got = float64.select_pages(q, keys, k=k, page_size=page_size)
     assert got.shape == (2, min(n, k + 3))
     assert (np.diff(got, axis=1) > 0).all()
     for pages in got:
         assert {0, n - 1, max(n - 2, 0)} <= set(pages.tolist()) <= set(range(n))
-    more = oracles.select_pages(q, keys, k=k + 1, page_size=page_size)
+    more = float64.select_pages(q, keys, k=k + 1, page_size=page_size)
     for few, many in zip(got, more, strict=True):
         assert set(few) <= set(many)
 
@@ -93,21 +93,21 @@ def test_attention_by_hand():
     # logits log 1, log 3 -> weights .25, .75: out .25 * 10 + .75 * 20 = 17.5; lse log 4
     q, k = np.ones((1, 1, 1)), np.log([1.0, 3.0])[:, None, None]
     v = np.array([10.0, 20.0])[:, None, None]
-    out, lse = oracles.attention(q, k, v, np.ones((1, 1, 2), bool))
+    out, lse = float64.attention(q, k, v, np.ones((1, 1, 2), bool))
     np.testing.assert_allclose((out[0, 0, 0], lse[0, 0]), (17.5, np.log(4)))
-    out, lse = oracles.attention(q, k, v, np.array([[[False, True]]]))
+    out, lse = float64.attention(q, k, v, np.array([[[False, True]]]))
     np.testing.assert_allclose((out[0, 0, 0], lse[0, 0]), (20, np.log(3)))
-    out, lse = oracles.attention(q, k, v, np.zeros((1, 1, 2), bool))
+    out, lse = float64.attention(q, k, v, np.zeros((1, 1, 2), bool))
     assert out[0, 0, 0] == 0 and lse[0, 0] == -np.inf
     # default scale H ** -.5: H = 4, q.k = 4 -> logit 2
-    _, lse = oracles.attention(np.ones((1, 1, 4)), np.ones((1, 1, 4)), np.ones((1, 1, 4)), True)
+    _, lse = float64.attention(np.ones((1, 1, 4)), np.ones((1, 1, 4)), np.ones((1, 1, 4)), True)
     assert lse[0, 0] == pytest.approx(2)
 
 
 def test_query_heads_are_grouped_by_kv_head():
     v = np.stack([np.full((3, 2), 1.0), np.full((3, 2), 2.0)], axis=1)  # KV head 0 -> 1, 1 -> 2
     rng = np.random.default_rng(0)
-    out, _ = oracles.attention(rng.normal(size=(1, 6, 2)), rng.normal(size=(3, 2, 2)), v, True)
+    out, _ = float64.attention(rng.normal(size=(1, 6, 2)), rng.normal(size=(3, 2, 2)), v, True)
     np.testing.assert_allclose(out[0, :, 0], [1, 1, 1, 2, 2, 2])
 
 
@@ -115,7 +115,7 @@ def test_sparse_decode_is_softmax_over_the_listed_tokens():
     rng = np.random.default_rng(2)
     q, k, v = rng.normal(size=(4, 8)), rng.normal(size=(11, 2, 8)), rng.normal(size=(11, 2, 8))
     pages = np.array([[0, 2, 3], [0, 1, 3]])  # page size 3: page 3 holds tokens 9, 10
-    out, lse = oracles.sparse_decode(q, k, v, pages, page_size=3)
+    out, lse = float64.sparse_decode(q, k, v, pages, page_size=3)
     tokens = [[0, 1, 2, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5, 9, 10]]
     for n in range(4):
         kept, logits = tokens[n // 2], k[tokens[n // 2], n // 2] @ q[n] / np.sqrt(8)
@@ -127,18 +127,18 @@ def test_sparse_decode_is_softmax_over_the_listed_tokens():
 def test_token_logprob_and_overlap_by_hand():
     # p = 1/2, 1/4, 1/4: entropy 1.5 log 2
     logits = np.log([[2.0, 1, 1], [2.0, 1, 1]]) + 7
-    logp, entropy = oracles.token_logprob(logits, np.array([0, 2]))
+    logp, entropy = float64.token_logprob(logits, np.array([0, 2]))
     np.testing.assert_allclose(logp, np.log([0.5, 0.25]))
     np.testing.assert_allclose(entropy, 1.5 * np.log(2))
     # temperature 1/2 squares: 4 1 1 over 6
-    np.testing.assert_allclose(oracles.token_logprob(logits, [0, 0], 0.5)[0], np.log(4 / 6))
-    assert oracles.token_logprob(np.array([[0, -np.inf]]), [0])[1][0] == 0
+    np.testing.assert_allclose(float64.token_logprob(logits, [0, 0], 0.5)[0], np.log(4 / 6))
+    assert float64.token_logprob(np.array([[0, -np.inf]]), [0])[1][0] == 0
     # min(.5, .25) + min(.25, .25) + min(.25, .5) = .75
-    got = oracles.acceptance_overlap(logits[:1], np.log([[1.0, 1, 2]]))
+    got = float64.acceptance_overlap(logits[:1], np.log([[1.0, 1, 2]]))
     np.testing.assert_allclose(got, [0.75])
     # at temperature 1/2: 4/6 1/6 1/6 against 1/6 1/6 4/6: 3/6
     np.testing.assert_allclose(
-        oracles.acceptance_overlap(logits[:1], np.log([[1.0, 1, 2]]), 0.5), [0.5]
+        float64.acceptance_overlap(logits[:1], np.log([[1.0, 1, 2]]), 0.5), [0.5]
     )
 
 
@@ -218,7 +218,7 @@ def test_decoder_equals_an_independent_one(qk_norm, tie):
     g = geometry(qk_norm=qk_norm, tie_embeddings=tie)
     w = random_weights(g)
     tokens = np.random.default_rng(1).integers(0, 17, 9)
-    got = oracles.decoder_forward(w, g, tokens)
+    got = float64.decoder_forward(w, g, tokens)
     np.testing.assert_allclose(got, plain_decoder(w, g, tokens), rtol=1e-9, atol=1e-9)
 
 
@@ -226,22 +226,22 @@ def test_sparse_forward_is_dense_where_it_should_be_and_only_there():
     g, tokens = geometry(), np.random.default_rng(1).integers(0, 17, 24)
     w = random_weights(g)
     options = {"prompt_len": 14, "page_size": 2}
-    dense = oracles.decoder_forward(w, g, tokens)
-    sparse = oracles.decoder_forward(w, g, tokens, budgets=lambda t: 1, **options)
+    dense = float64.decoder_forward(w, g, tokens)
+    sparse = float64.decoder_forward(w, g, tokens, budgets=lambda t: 1, **options)
     differs = np.abs(sparse - dense).max(axis=1) > 1e-6
     # the prompt (rows 0 .. 13, the last gives the first response token) is dense, the rest is not
     assert not differs[:14].any() and differs[14:].all()
     for all_pages in (lambda t: 9, lambda t: None, None):  # 24 tokens: 12 pages = 9 + 3
-        got = oracles.decoder_forward(w, g, tokens, budgets=all_pages, **options)
+        got = float64.decoder_forward(w, g, tokens, budgets=all_pages, **options)
         np.testing.assert_array_equal(got, dense)
-    got = oracles.decoder_forward(w, g, tokens, budgets=lambda t: 1, num_dense_layers=3, **options)
+    got = float64.decoder_forward(w, g, tokens, budgets=lambda t: 1, num_dense_layers=3, **options)
     np.testing.assert_array_equal(got, dense)
     # the budget of each position is its own: more pages at t = 20 change the row 20 and later ones
-    got = oracles.decoder_forward(w, g, tokens, budgets=lambda t: 3 if t == 20 else 1, **options)
+    got = float64.decoder_forward(w, g, tokens, budgets=lambda t: 3 if t == 20 else 1, **options)
     changed = np.abs(got - sparse).max(axis=1) > 1e-9
     assert changed[20] and not changed[:20].any()
     with pytest.raises(ValueError, match="prompt_len"):
-        oracles.decoder_forward(w, g, tokens, budgets=lambda t: 1)
+        float64.decoder_forward(w, g, tokens, budgets=lambda t: 1)
 
 
 def test_replay_equals_decode_token_by_token():
@@ -249,21 +249,21 @@ def test_replay_equals_decode_token_by_token():
     g, tokens = geometry(), np.random.default_rng(5).integers(0, 17, 26)
     w = random_weights(g, seed=3)
     options = {"prompt_len": 9, "budgets": lambda t: t // 8, "page_size": 2, "num_dense_layers": 1}
-    full = oracles.decoder_forward(w, g, tokens, **options)
+    full = float64.decoder_forward(w, g, tokens, **options)
     for t in range(26):
-        alone = oracles.decoder_forward(w, g, tokens[: t + 1], **options)[-1]
+        alone = float64.decoder_forward(w, g, tokens[: t + 1], **options)[-1]
         np.testing.assert_allclose(full[t], alone, rtol=1e-10, atol=1e-10)
 
 
 def test_replay_mask_equals_pages_listed_at_each_step():
     rng = np.random.default_rng(8)
     q, k, v = rng.normal(size=(20, 4, 6)), rng.normal(size=(20, 2, 6)), rng.normal(size=(20, 2, 6))
-    visible = oracles.replay_mask(q, k, prompt_len=5, budgets=lambda t: 1, page_size=3)
-    out, lse = oracles.attention(q, k, v, visible)
+    visible = float64.replay_mask(q, k, prompt_len=5, budgets=lambda t: 1, page_size=3)
+    out, lse = float64.attention(q, k, v, visible)
     assert not visible[:, ~np.tril(np.ones((20, 20), bool))].any()
     assert visible[:, np.arange(20), np.arange(20)].all()  # a token sees itself
     for t in range(5, 20):
-        pages = oracles.select_pages(q[t], k[: t + 1], k=1, page_size=3)
-        step_out, step_lse = oracles.sparse_decode(q[t], k[: t + 1], v[: t + 1], pages, page_size=3)
+        pages = float64.select_pages(q[t], k[: t + 1], k=1, page_size=3)
+        step_out, step_lse = float64.sparse_decode(q[t], k[: t + 1], v[: t + 1], pages, page_size=3)
         np.testing.assert_allclose(out[t], step_out, rtol=1e-12)
         np.testing.assert_allclose(lse[t], step_lse, rtol=1e-12)

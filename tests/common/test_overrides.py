@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import overrides
-from common.config import Config, MismatchConfig, RolloutConfig, TaskConfig
+from common.config import Config, MismatchConfig, RolloutConfig, TaskConfig, overrides
 from common.errors import UserError
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import plots, plots_overview
-from common.plots import Run
+from common.report import plots, plots_overview
+from common.report.plots import Run
 
 SCHEDULE = {
     "page_size": 16,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pointer_chase import EOS, QUERY, PointerChase
+from common.tasks.pointer_chase import EOS, QUERY, PointerChase
 
 TINY = PointerChase(num_symbols=8, min_entries=4, max_entries=4, header_tokens=2, fact_repeats=1)
 CLASSIC = dataclasses.replace(

@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from common import profile_page
 from common.config import Config, MismatchConfig
-from common.profile_file import check_profile
-from common.profile_rows import Measured, Profile
+from common.profile import profile_page
+from common.profile.profile_rows import Measured, Profile
+from common.schedule.profile_file import check_profile
 
 BIN = 100
 
@@ -79,7 +79,7 @@ def test_a_figure_for_everything_measured(tmp_path):
 
 def test_bars_of_a_histogram_can_be_seen(tmp_path):
     """Those above 0.99 are bins of a hundredth and a thousandth, and hold most tokens."""
-    from common import plots
+    from common.report import plots
 
     widths, bar = [], []
     original = plots.Canvas.__exit__

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import tasks
 from common.config import RolloutConfig, TaskConfig
-from common.prompts import PromptSource
+from common.tasks import registry
+from common.tasks.prompts import PromptSource
 from common.types import Prompt
 from tests.common.task_files import row, write_jsonl, write_tokenizer
 
@@ -16,7 +16,7 @@ SMALL = {"num_symbols": 16, "min_entries": 12, "max_entries": 16}
 
 def source(config=None, **rollout):
     config = config or TaskConfig(args=SMALL)
-    return PromptSource(tasks.build_task(config), config, RolloutConfig(**rollout))
+    return PromptSource(registry.build_task(config), config, RolloutConfig(**rollout))
 
 
 class Rows:

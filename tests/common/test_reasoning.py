@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from common import reasoning, tasks
 from common.config import TaskConfig
-from common.grading import GraderPool
+from common.tasks import reasoning, registry
+from common.tasks.grading import GraderPool
 from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
 
 
@@ -15,7 +15,7 @@ from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
 def task(tmp_path_factory):
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("t"))
     config = TaskConfig(name="reasoning_gym:chain_sum", args={"max_terms": 3}, tokenizer=tokenizer)
-    return tasks.build_task(config)
+    return registry.build_task(config)
 
 
 def test_prompts_are_pure_functions_and_carry_their_answer(task):
@@ -38,7 +38,7 @@ def test_streams_of_different_seeds_share_no_item(task):
     assert not np.array_equal(last.tokens, task.prompt(1, 0).tokens)
     # 4096 streams: eval_seed = seed + 4096 would be the training set itself
     with pytest.raises(ValueError, match="would overlap"):
-        tasks.build_task(TaskConfig(name=task.name, seed=3, eval_seed=3 + 4096))
+        registry.build_task(TaskConfig(name=task.name, seed=3, eval_seed=3 + 4096))
 
 
 def test_a_rollout_is_graded_in_workers(task):
@@ -48,12 +48,12 @@ def test_a_rollout_is_graded_in_workers(task):
     encode = task.codec.tokenizer.encode
     sampled = rollout(prompts, [[*encode(t).ids, 256] for t in texts])
     with GraderPool(1, 20.0) as pool:
-        rewards = tasks.score(task, sampled, pool)
+        rewards = registry.score(task, sampled, pool)
         assert rewards[1] == 1.0 and rewards[0] < 0.1
         assert rewards[2] == 0  # the right number, but no tag
         # a generator whose scorer raises on nonsense costs nothing but its own score
         hostile = rollout(prompts[:1], [encode("<answer>" + "9" * 100_000).ids])
-        assert tasks.score(task, hostile, pool)[0] < 0.1
+        assert registry.score(task, hostile, pool)[0] < 0.1
         assert pool.counts["graded"] == 4
 
 
@@ -73,18 +73,18 @@ def test_a_scorer_that_cannot_work_is_refused_at_start(task, tmp_path, monkeypat
     rows = [row("?", {"answer": "x"}, "reasoning_gym:futoshiki")]
     config = TaskConfig(name=write_jsonl(tmp_path / "d.jsonl", rows), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="line 1: .*its scorer fails on the right answer"):
-        tasks.build_task(config)
+        registry.build_task(config)
 
     def missing(self, answer, entry):
         raise ImportError("No module named 'far'")
 
     monkeypatch.setattr(type(reasoning._dataset("chain_sum", "{}", 0)), "score_answer", missing)
     with pytest.raises(ValueError, match="fails on the right answer .ImportError: No module") as e:
-        tasks.build_task(TaskConfig(name="reasoning_gym:chain_sum", tokenizer=tokenizer))
+        registry.build_task(TaskConfig(name="reasoning_gym:chain_sum", tokenizer=tokenizer))
     assert "\n" not in str(e.value)
     dated = write_tokenizer(tmp_path / "u", "{{ strftime_now('%d %B %Y') }}")
     with pytest.raises(ValueError, match="set task.date"):  # before anything is compiled
-        tasks.build_task(TaskConfig(name="reasoning_gym:leg_counting", tokenizer=dated))
+        registry.build_task(TaskConfig(name="reasoning_gym:leg_counting", tokenizer=dated))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_scorer_that_cannot_work_is_refused_at_start(task, tmp_path, monkeypat
 )
 def test_refusals_are_one_line(generator, args, message):
     with pytest.raises(ValueError, match=message) as error:
-        tasks.build_task(TaskConfig(name=f"reasoning_gym:{generator}", args=args))
+        registry.build_task(TaskConfig(name=f"reasoning_gym:{generator}", args=args))
     assert "\n" not in str(error.value)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from common.config import Config, MismatchConfig, RolloutConfig
-from common.metrics import MetricsWriter
-from common.report import load_runs, write_report
-from common.report_words import flatten, seeds_per_arm, tiles, verdict
+from common.records.metrics import MetricsWriter
+from common.report.report import load_runs, write_report
+from common.report.report_words import flatten, seeds_per_arm, tiles, verdict
 
 NUM_BINS = 7
 SCHEDULE = {

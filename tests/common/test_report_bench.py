@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common.report_bench import table
+from common.report.report_bench import table
 
 NUMBERS = {
     "batch": 8, "context": 16384, "selected": 224, "page": 16, "speedup": 4.0, "byte_bound": 4.27,

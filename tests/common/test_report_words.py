@@ -1,7 +1,7 @@
 """The verdict compares each sparse run with the dense one, and says when a training fails."""
 
-from common.plots import Run
-from common.report_words import LoadedRun, verdict
+from common.report.plots import Run
+from common.report.report_words import LoadedRun, verdict
 
 
 def run(name, start, end, half, schedule):

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from common import overrides, run_dir
-from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig
+from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig, TaskConfig, overrides
 from common.errors import UserError
+from common.records import run_dir
 
 
 def refused(path, config=None, command="train"):

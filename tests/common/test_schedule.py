@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import presets, schedule
-from common.schedule import DENSE, Schedule, load, resolve
+from common.schedule import presets, schedule
+from common.schedule.schedule import DENSE, Schedule, load, resolve
 
 
 def make(budgets=(4, 8, DENSE), page_size=16, bin_tokens=64, **kw):

@@ -8,9 +8,11 @@ import types
 import numpy as np
 import pytest
 
-from common import schedule_check, setup, tasks
+from common import setup
 from common.errors import UserError
-from common.schedule import Schedule
+from common.profile import schedule_check
+from common.schedule.schedule import Schedule
+from common.tasks import registry
 from common.types import Replay
 from tests.common.fake_backend import Fake, make_config
 
@@ -40,7 +42,7 @@ def checked(tmp_path, monkeypatch):
         backend = types.SimpleNamespace(build=lambda config, *, vocab_size, stop_ids: fake.parts())
         monkeypatch.setattr(setup, "LEARNER", "fake_backend")
         monkeypatch.setitem(sys.modules, "fake_backend", backend)
-        monkeypatch.setattr(tasks, "score", lambda task, r, pool: np.ones(len(r.prompts)))
+        monkeypatch.setattr(registry, "score", lambda task, r, pool: np.ones(len(r.prompts)))
         out = tmp_path / "check.json"
         record = schedule_check.check(config, out)
         assert json.loads(out.read_text()) == record and not list(tmp_path.glob("*.parts"))

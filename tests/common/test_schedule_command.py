@@ -7,8 +7,10 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from common import cli, plots_schedules, presets, schedule
-from common.schedule import DENSE, Schedule
+from common.cli import main
+from common.report import plots_schedules
+from common.schedule import presets, schedule
+from common.schedule.schedule import DENSE, Schedule
 from tests.common.profile_tables import TABLE, profile
 
 # p5 of k = 4 and 8 in two bins; the lower bound of k = 4 in bin 0 is 0.8.
@@ -36,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 def sparrow(capsys, line, status=0):
     """Output of `sparrow schedule LINE`; its one line on stderr if it fails."""
-    assert cli.main(["schedule", *shlex.split(line)]) == status
+    assert main.main(["schedule", *shlex.split(line)]) == status
     out, err = capsys.readouterr()
     if status:
         assert out == "" and err.startswith("sparrow: ") and err.count("\n") == 1

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import cost, schedule_search
 from common.config import ModelConfig
-from common.profile_file import load_profile
-from common.schedule import DENSE, Schedule, load
-from common.schedule_search import search, search_page_sizes, tokens_read
+from common.cost import decode_cost as cost
+from common.schedule import schedule_search
+from common.schedule.profile_file import load_profile
+from common.schedule.schedule import DENSE, Schedule, load
+from common.schedule.schedule_search import search, search_page_sizes, tokens_read
 from tests.common.profile_tables import TABLE, profile
 
 HOW = {"tau": 0.9, "quantile": 0.05}

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from common import mismatch
 from common.config import Config
-from common.profile_file import check_profile
-from common.profile_rows import Measured, Profile
-from common.schedule_validation import describe, validate
+from common.mismatch import acceptance
+from common.profile.profile_rows import Measured, Profile
+from common.schedule.profile_file import check_profile
+from common.schedule.schedule_validation import describe, validate
 from tests.common.profile_tables import TABLE, profile
 
 HOW = {"tau": 0.9, "quantile": 0.05}
@@ -98,7 +98,7 @@ def measured(half, bad_B, hard):
         alpha_BT = rng.uniform(0.97, 1.0, (20, 129))
         if k == 4:
             alpha_BT[bad_B, ::10] = hard
-        stats = mismatch.statistics(
+        stats = acceptance.statistics(
             alpha_BT, np.ones_like(alpha_BT, bool), np.arange(20), bin_tokens=64, min_tokens=100
         )
         rows += [{"k": k, **s.__dict__} for s in stats]

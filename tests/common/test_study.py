@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from common import cli, study
-from common.commands import COMMANDS
+from common.cli import main
+from common.cli.commands import COMMANDS
 from common.errors import UserError
+from common.report import study
 
 ARMS = ["dense", "fixed k=4", "scheduled"]
 # Student's t, 97.5 %: 12.7062 with 1 degree of freedom, 4.3027 with 2.
@@ -176,5 +177,5 @@ def test_a_seed_is_prepared_by_commands_that_parse(tmp_path, monkeypatch):
     )
     study._Lanes("x.py", 1, 1).prepare(tmp_path / "seed0", 0)
     assert [name for name, _ in calls] == ["warmup", "profile", "schedule"]
-    given = [cli.parse_arguments(COMMANDS[name], list(flags)).flags for name, flags in calls]
+    given = [main.parse_arguments(COMMANDS[name], list(flags)).flags for name, flags in calls]
     assert given[2]["extrapolate"] is True and given[2]["profile"] == given[1]["out"]

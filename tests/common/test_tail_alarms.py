@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from common import mismatch
-from common.rollout_stats import add_clip_fraction, describe_mismatch, replayed_rows
-from common.schedule import Schedule
+from common.mismatch import acceptance
+from common.mismatch.rollout_stats import add_clip_fraction, describe_mismatch, replayed_rows
+from common.schedule.schedule import Schedule
 from common.types import Prompt, Replay
 from tests.common.fake_backend import Fake, make_config
 from tests.common.test_tail_interval import units_of
@@ -115,8 +115,8 @@ def alarms_in(q, share_under, repetitions, tokens):
         alpha = np.where(values < share_under, 0.8, 0.9 + values / 20)
         rng.permuted(alpha, axis=1, out=alpha)
         mask = np.arange(tokens + 1) > np.zeros((8, 1))
-        stats = mismatch.statistics(alpha, mask, group, bin_tokens=tokens, min_tokens=100)
-        hits += bool(mismatch.verdict(stats, tau, q).certain)
+        stats = acceptance.statistics(alpha, mask, group, bin_tokens=tokens, min_tokens=100)
+        hits += bool(acceptance.verdict(stats, tau, q).certain)
     return hits / repetitions
 
 

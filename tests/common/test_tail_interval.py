@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from common.tail_interval import Z, quantile_interval, share_interval
-from common.tail_share import student
+from common.mismatch.tail_interval import Z, quantile_interval, share_interval
+from common.mismatch.tail_share import student
 
 SAMPLES, TOKENS = 4, 64
 

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from common import mismatch, tail_shape
-from common.tail_shape import EDGES, SAME, fit_beta, pearson
+from common.mismatch import acceptance
+from common.profile import tail_shape
+from common.profile.tail_shape import EDGES, SAME, fit_beta, pearson
 
 
 def described(alpha, mask=None, bin_tokens=50):
     alpha = np.atleast_2d(np.asarray(alpha, np.float64))
     mask = np.ones(alpha.shape, bool) if mask is None else mask
-    rows = mismatch.statistics(
+    rows = acceptance.statistics(
         alpha, mask, np.arange(len(alpha)), bin_tokens=bin_tokens, min_tokens=20
     )  # fmt: skip
     return tail_shape.describe(alpha, mask, rows)

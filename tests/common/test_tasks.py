@@ -6,22 +6,22 @@ import json
 import numpy as np
 import pytest
 
-from common import tasks
 from common.config import TaskConfig
-from common.grading import GraderPool
-from common.pointer_chase import PointerChase
+from common.tasks import registry
+from common.tasks.grading import GraderPool
+from common.tasks.pointer_chase import PointerChase
 from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
 
 
 def test_pointer_chase_by_name_and_scores_of_a_rollout():
     args = {"min_entries": 4, "max_entries": 6, "partial_credit": True}
-    task = tasks.build_task(TaskConfig(args=args))
+    task = registry.build_task(TaskConfig(args=args))
     assert task == PointerChase(**args)
     a, b = task.prompt(0, 0), task.prompt(0, 1)
     chain = a.answer["chain"]
     right = task.response(list(zip(chain, [*chain[1:], None], strict=True)))
     half = np.append(right[: task.hop_tokens], right[-1])  # one hop, then the stop
-    rewards = tasks.score(task, rollout([a, a, b, a], [right, half, right, []]))
+    rewards = registry.score(task, rollout([a, a, b, a], [right, half, right, []]))
     assert rewards.dtype == np.float32
     assert rewards[[0, 1, 3]].tolist() == [1.0, np.float32(1 / len(chain)), 0.0]
     assert rewards[2] < 1  # the answer to another problem
@@ -41,13 +41,13 @@ def test_pointer_chase_by_name_and_scores_of_a_rollout():
 )
 def test_wrong_settings_get_one_line(config, message):
     with pytest.raises(ValueError, match=message) as error:
-        tasks.build_task(TaskConfig(**config))
+        registry.build_task(TaskConfig(**config))
     assert "\n" not in str(error.value)
 
 
 def test_streams_differ():
     for config in (TaskConfig(), TaskConfig(seed=8, eval_seed=7), TaskConfig(seed=6, eval_seed=7)):
-        assert len(set(tasks.stream_seeds(config))) == 3
+        assert len(set(registry.stream_seeds(config))) == 3
 
 
 class Wild(PointerChase):
@@ -57,7 +57,7 @@ class Wild(PointerChase):
 
 def test_scores_that_are_no_scores_count_as_zero():
     prompt = PointerChase().prompt(0, 0)
-    assert tasks.score(Wild(), rollout([prompt, prompt], [[1], [1, 2]])).tolist() == [0, 0]
+    assert registry.score(Wild(), rollout([prompt, prompt], [[1], [1, 2]])).tolist() == [0, 0]
 
 
 def test_text_file_from_prompt_to_reward(tmp_path):
@@ -68,21 +68,21 @@ def test_text_file_from_prompt_to_reward(tmp_path):
         (TaskConfig(name=name, tokenizer=tokenizer), ""),
         (TaskConfig(name=name), str(tmp_path / "t")),
     ]:
-        task = tasks.build_task(config, model)
+        task = registry.build_task(config, model)
         assert (task.num_items, task.stop_ids, task.vocab_size) == (2, (256,), 257)
         prompts = [task.prompt(0, 0), task.prompt(5, 1)]
         assert task.text(prompts[1].tokens) == "User: 2 * 3?\nAssistant:"
         assert prompts[1].answer == {"number": "6"} and prompts[1].task == "openai/gsm8k"
         encode = task.codec.tokenizer.encode
         answers = [[*encode("It is 2.").ids, 256, *encode(" 7").ids], encode("7 or #### 6").ids]
-        assert tasks.score(task, rollout(prompts, answers)).tolist() == [1, 1]
+        assert registry.score(task, rollout(prompts, answers)).tolist() == [1, 1]
         answers = [[256], [-1, 10**6, 256]]
-        assert tasks.score(task, rollout(prompts, answers)).tolist() == [0, 0]
+        assert registry.score(task, rollout(prompts, answers)).tolist() == [0, 0]
     # Expressions are evaluated in a worker; 1/2 is not the number 2.
     texts = ["It is 2/1", "#### 3 * 2", "It is 1/2", "6 or"]
     answers = [[*encode(text).ids, 256] for text in texts]
     with GraderPool(1, 60.0) as pool:
-        rewards = tasks.score(task, rollout(prompts * 2, answers), pool)
+        rewards = registry.score(task, rollout(prompts * 2, answers), pool)
         assert rewards.tolist() == [1, 1, 0, 1] and pool.counts["graded"] == 3
 
 
@@ -125,7 +125,7 @@ def test_bad_rows_get_one_line_with_their_number(tmp_path, rows, message):
     name = write_jsonl(tmp_path / "d.jsonl", rows)
     config = TaskConfig(name=name, tokenizer=write_tokenizer(tmp_path / "t"))
     with pytest.raises(ValueError, match=message) as error:
-        tasks.build_task(config)
+        registry.build_task(config)
     assert "\n" not in str(error.value)
 
 
@@ -134,19 +134,19 @@ def test_broken_json_line_is_named(tmp_path):
     config = TaskConfig(name=str(path), tokenizer=write_tokenizer(tmp_path / "t"))
     path.write_text(json.dumps(row()) + "\n\n{'data_source'\n")
     with pytest.raises(ValueError, match="line 3: not a JSON object"):
-        tasks.build_task(config)
+        registry.build_task(config)
     path.write_bytes(b"\xff\xff\n")
     with pytest.raises(ValueError, match="line 1: not a JSON object"):
-        tasks.build_task(config)
+        registry.build_task(config)
     path.write_text('{"a": ' + "9" * 5000 + "}")  # Python refuses such integers
     with pytest.raises(ValueError, match="line 1: not a JSON object"):
-        tasks.build_task(config)
+        registry.build_task(config)
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="line 1: not a JSON object"):
-        tasks.build_task(config)
+        registry.build_task(config)
     path.write_text(json.dumps(row()) + "\n")
     with pytest.raises(ValueError, match="a text file takes no options"):
-        tasks.build_task(TaskConfig(name=str(path), args={"a": 1}))
+        registry.build_task(TaskConfig(name=str(path), args={"a": 1}))
 
 
 def test_parquet_is_read_like_jsonl(tmp_path):
@@ -157,18 +157,18 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     tokenizer = write_tokenizer(tmp_path / "t")
     path = tmp_path / "d.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
-    a = tasks.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
+    a = registry.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
     jsonl = write_jsonl(tmp_path / "d.jsonl", rows)
-    b = tasks.build_task(TaskConfig(name=jsonl, tokenizer=tokenizer))
+    b = registry.build_task(TaskConfig(name=jsonl, tokenizer=tokenizer))
     assert a.num_items == 5
     for p, q in zip(a.prompts, b.prompts, strict=True):
         assert np.array_equal(p.tokens, q.tokens) and (p.answer, p.task) == (q.answer, q.task)
     pq.write_table(pa.Table.from_pylist(rows[:2]).drop(["reward_model"]), path)
     with pytest.raises(ValueError, match="row 1: column 'reward_model' is missing"):
-        tasks.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
+        registry.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(ValueError, match="not a readable parquet file") as error:
-        tasks.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
+        registry.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
     assert "\n" not in str(error.value)
 
 
@@ -177,33 +177,33 @@ def test_pointer_chase_file(tmp_path):
     prompts = [chase.prompt(0, i) for i in range(3)]
     rows = [row(chase.text(p.tokens), p.answer, "pointer_chase") for p in prompts]
     args = {"num_symbols": 8, "min_entries": 4, "max_entries": 4}
-    task = tasks.build_task(TaskConfig(name=write_jsonl(tmp_path / "d.jsonl", rows), args=args))
+    task = registry.build_task(TaskConfig(name=write_jsonl(tmp_path / "d.jsonl", rows), args=args))
     assert (task.num_items, task.vocab_size, task.stop_ids) == (3, chase.vocab_size, chase.stop_ids)
     for i, p in enumerate(prompts):
         q = task.prompt(0, i)
         assert np.array_equal(p.tokens, q.tokens) and p.answer == q.answer
     chain = prompts[0].answer["chain"]
     right = chase.response(list(zip(chain, [*chain[1:], None], strict=True)))
-    assert tasks.score(task, rollout([task.prompt(0, 0)], [right])).tolist() == [1]
+    assert registry.score(task, rollout([task.prompt(0, 0)], [right])).tolist() == [1]
     for truth in ({"chain": [8]}, {"chain": []}, {"chain": [0.5]}, {}, "k1"):
         name = write_jsonl(tmp_path / "d.jsonl", [row("k1 v1", truth, "pointer_chase")])
         with pytest.raises(ValueError, match="line 1: ground_truth="):
-            tasks.build_task(TaskConfig(name=name, args=args))
+            registry.build_task(TaskConfig(name=name, args=args))
     name = write_jsonl(tmp_path / "d.jsonl", [row("k9 v1", {"chain": [1]}, "pointer_chase")])
     with pytest.raises(ValueError, match="line 1: word='k9'"):
-        tasks.build_task(TaskConfig(name=name, args=args))
+        registry.build_task(TaskConfig(name=name, args=args))
 
 
 def test_a_task_names_every_file_it_was_made_from(tmp_path):
     """Whoever goes on with a run compares their content."""
-    assert tasks.build_task(TaskConfig()).files == ()
+    assert registry.build_task(TaskConfig()).files == ()
     data = tmp_path / "d.jsonl"
     config = TaskConfig(name=write_jsonl(data, [row()]), tokenizer=write_tokenizer(tmp_path / "t"))
     folder = tmp_path / "t"
     expected = (data, folder / "tokenizer.json", folder / "tokenizer_config.json")
-    assert tasks.build_task(config).files == expected
+    assert registry.build_task(config).files == expected
     (folder / "chat_template.jinja").write_text("A")
-    assert tasks.build_task(config).files == (*expected, folder / "chat_template.jinja")
+    assert registry.build_task(config).files == (*expected, folder / "chat_template.jinja")
 
 
 def test_rows_too_long_are_named_or_left_out_and_counted(tmp_path):
@@ -211,20 +211,20 @@ def test_rows_too_long_are_named_or_left_out_and_counted(tmp_path):
     rows = [row("a" * n, str(n)) for n in (3, 4, 5, 3, 4)]
     name, tokenizer = write_jsonl(tmp_path / "d.jsonl", rows), write_tokenizer(tmp_path / "t")
     config = TaskConfig(name=name, tokenizer=tokenizer)
-    assert tasks.build_task(config, "", 22).num_items == 5
+    assert registry.build_task(config, "", 22).num_items == 5
     with pytest.raises(ValueError, match="line 3: 22 tokens, over .*max_prompt_tokens=21; .*drop_"):
-        tasks.build_task(config, "", 21)
+        registry.build_task(config, "", 21)
     config = TaskConfig(name=name, tokenizer=tokenizer, drop_long_prompts=True)
-    task = tasks.build_task(config, "", 21)
+    task = registry.build_task(config, "", 21)
     assert [p.answer["number"] for p in task.prompts] == ["3", "4", "3", "4"]
     assert [p.prompt_id for p in task.prompts] == [0, 1, 2, 3] and task.num_dropped == 1
     assert task.describe(7)[0].startswith(
         f"{name}: 4 rows (1 more are too long and left out), 2 to train on, 1 held out for "
     )
     with pytest.raises(ValueError, match="no rows; 5 are over rollout.max_prompt_tokens"):
-        tasks.build_task(config, "", 5)
+        registry.build_task(config, "", 5)
     with pytest.raises(ValueError, match="pointer_chase has no use"):
-        tasks.build_task(TaskConfig(drop_long_prompts=True))
+        registry.build_task(TaskConfig(drop_long_prompts=True))
 
 
 def test_duplicates_of_training_rows_among_the_held_out_are_told(tmp_path):
@@ -232,7 +232,7 @@ def test_duplicates_of_training_rows_among_the_held_out_are_told(tmp_path):
     config = TaskConfig(tokenizer=write_tokenizer(tmp_path / "t"))
     for rows, warnings in (([row()] * 20, 2), ([row(f"{i}?") for i in range(20)], 0)):
         name = write_jsonl(tmp_path / "d.jsonl", rows)
-        task = tasks.build_task(dataclasses.replace(config, name=name))
+        task = registry.build_task(dataclasses.replace(config, name=name))
         first, *rest = task.describe(config.eval_seed)
         assert first.endswith("20 rows, 16 to train on, 2 held out for evaluation, 2 for profiles")
         assert len(rest) == warnings

@@ -7,9 +7,10 @@ import zipfile
 import numpy as np
 import pytest
 
-from common import compare, compare_page, crosscheck, hf, trace_file
+from common.crosscheck import compare, compare_page, matrix, trace_file
+from common.crosscheck.trace_file import Trace, TraceWriter
 from common.errors import UserError
-from common.trace_file import Trace, TraceWriter
+from common.model import hf
 from tests.common.made_up_traces import B, T, judged
 
 
@@ -204,43 +205,43 @@ def test_the_matrix_marks_what_differs(write):
         arrays["stream/greedy/tokens"][1, 2] += 1
 
     result, _ = judged(write, change)
-    cells = {name: crosscheck.cell(result, key) for name, key in crosscheck.COLUMNS.items()}
+    cells = {name: matrix.cell(result, key) for name, key in matrix.COLUMNS.items()}
     assert cells["activations"].endswith(" !") and cells["tokens"] == "75% same !"
     assert cells["LSE"] == "0e+00" and cells["gradients"] == "0e+00"
-    assert crosscheck.cell(result, ("nothing/",)) == "-"
+    assert matrix.cell(result, ("nothing/",)) == "-"
 
 
 def test_the_matrix_ends_with_a_page_and_a_status(write, tmp_path, monkeypatch, capsys):
     def made_up(out, more):
-        first = {("qwen3", *crosscheck.FIRST): write("a").path}
+        first = {("qwen3", *matrix.FIRST): write("a").path}
         return first | {("qwen3", backend, "float32"): second for backend in more}
 
-    monkeypatch.setattr(crosscheck, "record_all", made_up)
+    monkeypatch.setattr(matrix, "record_all", made_up)
     second = write("b").path
-    assert crosscheck.main(tmp_path, ["vllm"]) == 0
+    assert matrix.main(tmp_path, ["vllm"]) == 0
     assert "| qwen3 | vllm float32 | 0e+00 |" in capsys.readouterr().out
     second = write("b", lambda x: x["forward/v"].__iadd__(1)).path
-    assert crosscheck.main(tmp_path, ["vllm"]) == 1
+    assert matrix.main(tmp_path, ["vllm"]) == 1
     page = (tmp_path / "index.html").read_text()
     assert "Some pairs differ" in page and "qwen3-vllm-float32.html" in page
 
 
 def test_the_matrix_takes_further_backends_over_the_tokens_of_the_first(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(crosscheck, "write_model", lambda *_: None)
-    monkeypatch.setattr(crosscheck, "record", lambda *job: asked.append(job) or job[0] / job[1])
-    plain = set(crosscheck.record_all(tmp_path))
-    more = set(crosscheck.record_all(tmp_path, ["vllm"])) - plain
+    monkeypatch.setattr(matrix, "write_model", lambda *_: None)
+    monkeypatch.setattr(matrix, "record", lambda *job: asked.append(job) or job[0] / job[1])
+    plain = set(matrix.record_all(tmp_path))
+    more = set(matrix.record_all(tmp_path, ["vllm"])) - plain
     assert more == {("qwen3", "vllm", "float32"), ("qwen3", "vllm", "bfloat16"),
                     ("llama", "vllm", "float32")}  # fmt: skip
     for model, backend, dtype, force in asked:
-        first = (backend, dtype) == crosscheck.FIRST
+        first = (backend, dtype) == matrix.FIRST
         assert force == (None if first else model / "jax")
 
 
-@pytest.mark.parametrize("name", crosscheck.MODELS)
+@pytest.mark.parametrize("name", matrix.MODELS)
 def test_the_matrix_writes_models_that_can_be_read(tmp_path, name):
-    crosscheck.write_model(tmp_path, crosscheck.MODELS[name])
+    matrix.write_model(tmp_path, matrix.MODELS[name])
     geometry, weights = hf.load(tmp_path)
     assert geometry.qk_norm == (name == "qwen3") and geometry.num_layers == 2
     q = dict(weights)["layers.q_LDNH"]

@@ -25,8 +25,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from common import cli, metrics, tasks
+from common.cli import main
 from common.config import Config, LearnerConfig, ModelConfig
+from common.records import metrics
+from common.tasks import registry
 from sparrow_jax import sharding
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.learner import JaxLearner
@@ -286,14 +288,14 @@ def run_on_two_meshes(folder):
     Path("tiny.py").write_text(RECIPE)
     Path("schedule.json").write_text(json.dumps(SCHEDULE))
     task, sampled, codes = Task(), {}, {}
-    tasks.score = task.score
+    registry.score = task.score
 
     def train(run, mesh, flags="", stop_at=None):
         task.stop_at, task.tokens = stop_at, sampled.setdefault(run, [])
         mesh = ",".join(map(str, mesh))
         line = f"train --config=tiny.py --run={run} --config.learner.mesh={mesh} {flags}"
         with contextlib.redirect_stderr(io.StringIO()) as words:
-            codes[f"{run} on {mesh} {flags}"] = cli.main(line.split()), words.getvalue()
+            codes[f"{run} on {mesh} {flags}"] = main.main(line.split()), words.getvalue()
 
     train("whole", ONE)
     train("leaves", WRITER, stop_at=2)

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common import cli, metrics, overrides, run_dir
-from common.metrics import MetricsWriter
+from common.cli import main
+from common.config import overrides
+from common.records import metrics, run_dir
+from common.records.metrics import MetricsWriter
 from sparrow_jax import backend, checkpoint, hf
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
@@ -76,7 +78,7 @@ def sparrow(line, status=0):
     """Run a command in this process, as the console script would."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert cli.main(shlex.split(line)) == status
+        assert main.main(shlex.split(line)) == status
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -253,7 +255,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(at_home, capsy
 
 def start(run):
     """The command as a process whose steps take a second."""
-    words = [sys.executable, "-m", "common.cli", *shlex.split(TRAIN), f"--run={run}"]
+    words = [sys.executable, "-m", "common.cli.main", *shlex.split(TRAIN), f"--run={run}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GRADING_SECONDS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)

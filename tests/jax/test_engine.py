@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from common import paged_engine
 from common.config import ModelConfig, RolloutConfig
-from common.pages import PagePool, pages_for
-from common.schedule import DENSE, Schedule
+from common.rollout import paged_engine
+from common.rollout.page_pool import PagePool, pages_for
+from common.schedule.schedule import DENSE, Schedule
 from common.types import Prompt
 from sparrow_jax import cache as kv_cache
 from sparrow_jax import decode

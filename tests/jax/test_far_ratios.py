@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common import grpo
+from common.objective import grpo
 from sparrow_jax import learner
 
 FAR = [-90.0, -30.0, -0.5, 0.0, 0.1, 0.5, 19.0, 30.0, 90.0]

@@ -12,9 +12,9 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from common import oracles
 from common.errors import UserError
-from common.hf_config import read_geometry
+from common.model.hf_config import read_geometry
+from common.oracles import float64
 from sparrow_jax import hf
 from sparrow_jax.model import Decoder
 
@@ -144,7 +144,7 @@ def test_loaded_decoder_agrees_with_the_float64_oracle(tmp_path, family, tied):
     tokens = np.random.default_rng(1).integers(0, V, 19)
     decoder = nnx.merge(graph, params)
     got = decoder.hidden(jnp.array(tokens[None]), dtype=jnp.float32) @ decoder.head(jnp.float32).T
-    want = oracles.decoder_forward(our_weights(tensors), geometry, tokens)
+    want = float64.decoder_forward(our_weights(tensors), geometry, tokens)
     np.testing.assert_allclose(got[0], want, atol=2e-4, rtol=1e-4)
     assert np.abs(want).max() > 1
 
@@ -350,7 +350,7 @@ def test_new_weights_never_meet_the_config_of_others(tmp_path, monkeypatch):
     geometry, params = hf.load(write(tmp_path / "a", config, tensors))
     faster, _ = hf.load(write(tmp_path / "a", config | {"rope_theta": 10.0}, tensors))
     hf.save(tmp_path / "b", geometry, params)
-    monkeypatch.setattr("common.hf.atomic_write_text", interrupt)
+    monkeypatch.setattr("common.model.hf.atomic_write_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hf.save(tmp_path / "b", faster, params)
     with pytest.raises(UserError, match="config.json: no such file"):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
 from common.config import Config, ModelConfig, RolloutConfig
-from common.schedule import Schedule
+from common.schedule.schedule import Schedule
 from common.types import Prompt
 from kernels_pallas.ops import REFERENCE, kernels, resolve
 from sparrow_jax import backend

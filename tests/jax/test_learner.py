@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
-from common import batching, grpo
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
-from common.grpo import Advantages
+from common.objective import batching, grpo
+from common.objective.grpo import Advantages
 from common.types import MicroBatch, Prompt, Rollout, Scored, TrainBatch
 from sparrow_jax import learner as learning
 from sparrow_jax.learner import JaxLearner

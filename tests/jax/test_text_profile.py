@@ -6,9 +6,10 @@ import signal
 import numpy as np
 import pytest
 
-from common import cli, mismatch
-from common.profile_file import load_profile
-from common.schedule_search import search
+from common.cli import main
+from common.mismatch import acceptance
+from common.schedule.profile_file import load_profile
+from common.schedule.schedule_search import search
 from sparrow_jax.backend import build_scorer
 from sparrow_jax.scorer import JaxScorer
 from tests.jax import tiny_model
@@ -40,7 +41,7 @@ def profile(model, tmp_path, monkeypatch):
         given = f"--model={model}", f"--replay={replay}", f"--topk={topk}", f"--out={out}"
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return cli.main(["profile", *given, *how, *flags])
+            return main.main(["profile", *given, *how, *flags])
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -73,7 +74,7 @@ def test_a_profile_from_ids(profile, model, tmp_path, capsys):
     (out,) = scorer.overlaps(rows, np.zeros(3, int), [np.full(T, 1, np.int32)], np.float32(1))
     mask = np.ones((3, T), bool)
     mask[:, 0] = False
-    want = mismatch.statistics(
+    want = acceptance.statistics(
         np.clip(out.alpha_BT, 0, 1), mask, np.arange(len(mask)),
         bin_tokens=BIN, min_tokens=15, block_tokens=64,
     )  # fmt: skip

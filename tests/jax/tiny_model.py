@@ -40,7 +40,7 @@ def config(path, **rollout):
 
 
 def oracle_weights():
-    """As common.oracles.decoder_forward takes them, float64."""
+    """As common.oracles.float64.decoder_forward takes them, float64."""
     weights = export_weights(params())
     return {name.removeprefix("layers."): np.float64(x) for name, x in weights.items()}
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from common import policies
+from common.schedule import policies
 from kernels_pallas import reference as in_jax
 from kernels_pallas.policies import POLICIES as OF_JAX
 from kernels_triton import reference as in_torch

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common.schedule import DENSE
+from common.schedule.schedule import DENSE
 from kernels_pallas import tuning as pallas
 from kernels_triton import tuning as triton
 from tests.kernels import ladder

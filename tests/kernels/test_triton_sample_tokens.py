@@ -1,4 +1,4 @@
-"""The fused draw: noise bit-equal to common/noise.py, tokens equal to the plain sampler's."""
+"""The fused draw: noise bit-equal to common.rollout.noise, tokens equal to the plain sampler's."""
 
 import functools
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import noise
+from common.rollout import noise
 from sparrow_torch import sampling
 
 triton = pytest.importorskip("triton", reason="there is no triton for this machine")

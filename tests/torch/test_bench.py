@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common import cost
 from common.config import ModelConfig
+from common.cost import decode_cost
 from kernels_triton.ops import REFERENCE
 from sparrow_torch import bench
 from sparrow_torch.decode import run_again
@@ -24,7 +24,7 @@ def test_bounds_are_near_the_published_ones(name, bound):
     got = [size["dense"] / size["sparse"] for size in sizes]
     assert bound * 0.98 < got[0] < bound * 1.08 and got[1] > got[0]
     for b in (mixed, long):
-        cached = int((b.lengths + bench.MARGIN).sum()) * cost.token_bytes(g)
+        cached = int((b.lengths + bench.MARGIN).sum()) * decode_cost.token_bytes(g)
         assert 0.93 * bench.CACHE_BYTES < cached <= bench.CACHE_BYTES
 
 
@@ -43,7 +43,7 @@ def test_the_rows_of_a_model(monkeypatch):
 
     rows = list(bench.run_model(
         "1.7b", TINY, REFERENCE, torch.device("cpu"), clock, 1.0, capture=run_again,
-        cache_bytes=800 * cost.token_bytes(TINY), dtype=torch.float32, context=256,
+        cache_bytes=800 * decode_cost.token_bytes(TINY), dtype=torch.float32, context=256,
     ))  # fmt: skip
     assert [r["rows"] for r in rows] == [5, 3] and all(r["speedup"] == 1.5 for r in rows)
     assert rows[0]["sparse_tokens_per_s"] == 2500
@@ -67,5 +67,5 @@ def test_room_for_the_cache():
     g = bench.MODELS["8b"]
     assert bench.cache_room(g, 149 * 10**9) == bench.CACHE_BYTES
     room = bench.cache_room(g, 40 * 2**30)
-    assert room == int(0.95 * 40 * 2**30) - 2 * cost.step_weights(g) - 2**32 > 4.5 * 2**30
+    assert room == int(0.95 * 40 * 2**30) - 2 * decode_cost.step_weights(g) - 2**32 > 4.5 * 2**30
     assert bench.cache_room(g, 20 * 2**30) == 0

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from common import batching, compare, trace
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
+from common.crosscheck import compare, trace
+from common.crosscheck.trace_file import Trace
+from common.crosscheck.trace_prompts import read_prompts
 from common.errors import UserError
-from common.trace_file import Trace
-from common.trace_prompts import read_prompts
+from common.objective import batching
 from kernels_triton.ops import REFERENCE
 from sparrow_torch import backend, model, scorer
 from tests.jax import tiny_model

@@ -10,9 +10,9 @@ import pytest
 import torch
 from flax import nnx
 
-from common import noise
 from common.config import ModelConfig, RolloutConfig
-from common.schedule import DENSE, Schedule
+from common.rollout import noise
+from common.schedule.schedule import DENSE, Schedule
 from common.types import Prompt
 from kernels_triton.ops import REFERENCE
 from sparrow_jax.backend import export_weights

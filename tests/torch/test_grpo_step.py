@@ -20,9 +20,11 @@ import pytest
 import torch
 from flax import nnx
 
-from common import batching, grpo, loop, noise
+from common import loop
 from common.config import Config, GrpoConfig, LearnerConfig
-from common.corrections import CORRECTIONS
+from common.objective import batching, grpo
+from common.objective.corrections import CORRECTIONS
+from common.rollout import noise
 from kernels_pallas import reference
 from kernels_triton.ops import REFERENCE
 from sparrow_jax import hf

@@ -5,8 +5,11 @@ import functools
 import numpy as np
 import pytest
 
-from common import cli, mismatch, oracles, policies
-from common.profile_file import load_profile
+from common.cli import main
+from common.mismatch import acceptance
+from common.oracles import float64
+from common.schedule import policies
+from common.schedule.profile_file import load_profile
 from kernels_pallas import reference
 from sparrow_jax import backend as in_jax
 from sparrow_torch import backend as in_torch
@@ -47,14 +50,14 @@ def logits(policy=None):
         sparse = {"prompt_len": 0, "budgets": lambda t: int(budget_T[t]), "policy": policy}
     how = {"page_size": PAGE, "num_dense_layers": 1, **sparse}
     weights = tiny_model.oracle_weights()
-    return np.stack([oracles.decoder_forward(weights, G, row, **how) for row in TOKENS])
+    return np.stack([float64.decoder_forward(weights, G, row, **how) for row in TOKENS])
 
 
 def of_oracle(policy, temperature=0.8):
     """alpha and sparse log-prob of the token at t, [B, T]; 1 and 0 at t = 0."""
     before = [x[:, :-1].reshape(-1, G.vocab_size) for x in (logits(), logits(policy))]
-    alpha = oracles.acceptance_overlap(*before, temperature)
-    logp, _ = oracles.token_logprob(before[1], TOKENS[:, 1:].reshape(-1), temperature)
+    alpha = float64.acceptance_overlap(*before, temperature)
+    logp, _ = float64.token_logprob(before[1], TOKENS[:, 1:].reshape(-1), temperature)
     first = ((0, 0), (1, 0))
     alpha = np.pad(alpha.reshape(B, -1), first, constant_values=1)
     return alpha, np.pad(logp.reshape(B, -1), first)
@@ -127,12 +130,12 @@ def test_temperature_and_prompt_are_followed(scorers):
 @pytest.mark.parametrize("top", [1, 20])
 def test_estimate_is_that_of_the_lists_and_a_lower_bound(scorers, top):
     dense, sparse = (
-        oracles.log_softmax(x[:, :-1], 0.8).reshape(-1, G.vocab_size)
+        float64.log_softmax(x[:, :-1], 0.8).reshape(-1, G.vocab_size)
         for x in (logits(), logits("mean"))
     )
     ids = [np.argsort(-x, axis=1)[:, :top] for x in (dense, sparse)]
     lists = [np.take_along_axis(x, i, 1) for x, i in zip((dense, sparse), ids, strict=True)]
-    want = mismatch.topk_estimate(lists[0], ids[0], lists[1], ids[1]).reshape(B, -1)
+    want = acceptance.topk_estimate(lists[0], ids[0], lists[1], ids[1]).reshape(B, -1)
     for scorer in scorers.values():
         (got,) = overlaps(scorer, [FEW], top=top)
         np.testing.assert_allclose(got.estimate_BT[:, 1:], want, atol=1e-5)
@@ -165,7 +168,7 @@ def test_both_engines_write_the_same_profile(scorers, tmp_path):
         line = f"profile --model={model} --replay={ids} --topk={K},99 --bin_tokens=20 --out={out} "
         line += f"--config.rollout.page_size={PAGE} --config.rollout.num_dense_layers=1 "
         line += f"--config.rollout.engine={engine} --max_tokens={CONTEXT} --estimate=20"
-        assert cli.main(line.split()) == 0
+        assert main.main(line.split()) == 0
         found.append(load_profile(out))
     (a, b), rows = found, [profile["rows"] + profile["topk"] for profile in found]
     for mine, other in zip(*rows, strict=True):

@@ -26,8 +26,8 @@ import pytest
 import torch
 from flax import nnx
 
-from common import noise
 from common.config import ModelConfig, RolloutConfig
+from common.rollout import noise
 from common.types import Prompt
 from kernels_triton.ops import REFERENCE
 from sparrow_jax.backend import export_weights

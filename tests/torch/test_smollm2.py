@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from common import prompt_rows
+from common.tasks import prompt_rows
 from configs import smollm2 as recipe
 from sparrow_torch import smollm2
 

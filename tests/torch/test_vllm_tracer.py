@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from common import compare, crosscheck
-from common.trace_file import Trace
+from common.crosscheck import compare, matrix
+from common.crosscheck.trace_file import Trace
 
 pytestmark = pytest.mark.vllm
 
@@ -18,19 +18,19 @@ UNSEEN = "replay, decode, grpo, grad, step, stream/dense, stream/sparse"
 def folder(tmp_path_factory):
     """The models of the matrix, each with a trace by the torch backend."""
     path = tmp_path_factory.mktemp("vllm")
-    for name, geometry in crosscheck.MODELS.items():
-        crosscheck.write_model(path / name, geometry)
-        crosscheck.record(path / name, "torch", "float32", None)
+    for name, geometry in matrix.MODELS.items():
+        matrix.write_model(path / name, geometry)
+        matrix.record(path / name, "torch", "float32", None)
     return path
 
 
 def judged(folder, name):
     first = folder / name / "torch-float32.npz"
-    second = crosscheck.record(folder / name, "vllm", "float32", first)
+    second = matrix.record(folder / name, "vllm", "float32", first)
     return compare.compare(Trace(first), Trace(second)), Trace(second)
 
 
-@pytest.mark.parametrize("name", crosscheck.MODELS)
+@pytest.mark.parametrize("name", matrix.MODELS)
 def test_vllm_computes_what_our_torch_backend_computes(folder, name):
     result, trace = judged(folder, name)
     assert result.verdict == f"SAME within the tolerances; not compared: {UNSEEN}"
@@ -60,9 +60,9 @@ def test_log_probs_are_those_that_vllm_returns_for_a_prompt(folder):
     """Logits are seen by a hook, to serve any temperature; at T = 1 vLLM says them itself."""
     import torch
 
-    from common import trace_setup
     from common.config import Config, ModelConfig
-    from common.trace_prompts import read_prompts
+    from common.crosscheck import trace_setup
+    from common.crosscheck.trace_prompts import read_prompts
     from sparrow_torch import vllm_tracer
 
     config = Config(model=ModelConfig(path=str(folder / "llama")))

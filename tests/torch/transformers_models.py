@@ -13,7 +13,7 @@ import pytest
 import torch
 from flax import nnx
 
-from common import hf
+from common.model import hf
 from common.types import Prompt
 from kernels_triton.ops import REFERENCE
 from sparrow_jax import hf as jax_hf

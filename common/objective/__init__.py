@@ -1,0 +1,1 @@
+"""What is optimised: advantages, GRPO's loss, importance corrections, micro-batches."""

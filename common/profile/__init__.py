@@ -1,0 +1,1 @@
+"""Measure acceptance rates by budget and length, on own samples or on given text."""

@@ -1,0 +1,1 @@
+"""What a run leaves on disk, and how long work shows progress and stops safely."""

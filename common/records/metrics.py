@@ -1,0 +1,399 @@
+"""The record of a run: metrics.jsonl, TensorBoard event files, one console line a step.
+
+metrics.jsonl is the truth; everything else can be rebuilt from it. One JSON object per training
+step: `step`, flat `group/name` values, `bins` (one dict per length bin), `alarms` (strings).
+
+Worked example of a resume at step 2 after a kill -9 while step 3 was being written:
+
+    {"step": 0, ...}\n {"step": 1, ...}\n {"step": 2, ...}\n {"step": 3, "rew
+    MetricsWriter(run_dir, resume_step=2, ...) keeps steps 0 and 1, byte for byte.
+
+Write a step's record *before* its checkpoint is completed: then a checkpoint that says "go on at
+step s" always finds the records of all steps below s, and the file ends up without a gap.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.records import record_checks
+from common.records.progress import Progress, format_seconds
+
+FILE_NAME = "metrics.jsonl"
+TIMING_PREFIXES = ("time/", "throughput/")
+
+METRICS: dict[str, str] = {
+    "reward/mean": "mean reward of the step's responses",
+    "reward/std": "standard deviation of the rewards",
+    "reward/groups_with_signal": "share of groups whose rewards differ",
+    "reward/missing": "responses without a reward",
+    "response/len_mean": "mean response length, tokens",
+    "response/len_max": "longest response, tokens",
+    "response/finished": "share of responses that ended by themselves",
+    "mismatch/p5_min": "lowest 5th percentile of alpha over the judged length bins",
+    "mismatch/p1_min": "lowest 1st percentile of alpha over the judged length bins",
+    "mismatch/mean": "mean acceptance rate alpha",
+    "mismatch/k1": "k1 estimate of KL(sparse || dense), nats per token",
+    "mismatch/k3": "k3 estimate of KL(sparse || dense), nats per token",
+    "mismatch/ess": "effective sample size of the importance weights, share of tokens",
+    "mismatch/abs_diff": "mean |p_sparse - p_dense| of the sampled tokens",
+    "mismatch/replay_error": "largest |log-prob replayed - decoded| of a sampled token",
+    "mismatch/ratio_max": "largest p_dense / p_sparse of a sampled token",
+    "controller/changes": "length bins whose budget the controller changed after this step",
+    "controller/dense_bins": "length bins that read every page from the next step on",
+    "controller/moves": "each change in words: positions, old and new k, reason",
+    "grpo/loss": "GRPO loss",
+    "grpo/grad_norm": "global gradient norm before clipping",
+    "grpo/clip_fraction": "share of loss tokens whose ratio was clipped",
+    "grpo/masked_fraction": "share of response tokens dropped by the correction",
+    "grpo/truncated_fraction": "share of response tokens whose weight was cut to the cap",
+    "grpo/entropy": "mean entropy of the dense policy, nats",
+    "grpo/ratio_first_minibatch": "largest learner / scorer probability before the step "
+    "(numerics; the loss takes exactly 1)",
+    "grpo/kl_reference": "k3-KL to the start policy, nats per token (with kl_coef > 0)",
+    "grpo/num_updates": "optimizer steps taken; minibatches without signal take none",
+    "rollout/share_of_pages": "pages read / pages present in the sparse layers, all decoded tokens",
+    "rollout/tokens": "sampled tokens",
+    "rollout/prefill_tokens": "prompt tokens prefilled: once per prompt, whatever the group size",
+    "eval/start_reward": "held-out reward of the start policy (first record only)",
+    "eval/reward": "held-out reward after the step, dense decoding",
+    "eval/reward_low": "lower end of its 95 % interval",
+    "eval/reward_high": "upper end of its 95 % interval",
+    "weights/version": "weight version that sampled the step",
+    "time/rollout": "seconds sampling",
+    "time/reward": "seconds scoring answers",
+    "time/score": "seconds in dense log-probs",
+    "time/mismatch": "seconds in the exact replay",
+    "time/pack": "seconds packing the batch",
+    "time/update": "seconds in optimizer steps",
+    "time/push": "seconds pushing weights",
+    "time/checkpoint": "seconds of the save before this step",
+    "time/step": "seconds of the whole step",
+    "throughput/rollout_tokens_per_second": "sampled tokens / time/rollout",
+    "throughput/step_tokens_per_second": "sampled tokens / time/step",
+}
+"""Every metric the loop writes, with its meaning. eval/* appears on evaluation steps only."""
+
+_KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """All complete records of a run, in order; [] if there is no metrics.jsonl yet.
+
+    A torn last line (a run being written, or killed in mid-write) is left out.
+    Raises ValueError with file and line for any other line that is not a JSON object with `step`.
+    """
+    path = Path(run_dir) / FILE_NAME
+    if not path.exists():
+        return []
+    return [record for record, _ in _complete_lines(path)]
+
+
+def comparable(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records without timings (`time/`, `throughput/`): equal for equal runs on CPU."""
+    return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in records]
+
+
+def evaluations(
+    records: Iterable[Mapping[str, Any]],
+) -> list[tuple[int, float, float | None, float | None]]:
+    """(updates done, held-out reward, low, high) of every evaluation, the start policy first."""
+    points = []
+    for record in records:
+        for updates, prefix in ((0, "eval/start_"), (record["step"] + 1, "eval/")):
+            value, low, high = (
+                record.get(f"{prefix}{k}") for k in ("reward", "reward_low", "reward_high")
+            )
+            if isinstance(value, int | float):
+                points.append((updates, value, low, high))
+    return points
+
+
+def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+    """(record, its line with newline) of every complete line."""
+    lines = path.read_bytes().split(b"\n")
+    complete = []
+    for number, line in enumerate(lines[:-1], start=1):  # lines[-1]: what follows the last newline
+        try:
+            record = record_checks.parse(line, METRICS)
+        except ValueError as error:
+            if number == len(lines) - 1 and not lines[-1]:
+                break  # a torn line whose end is garbage: a crash of the machine, not of the run
+            raise ValueError(
+                f"{path}:{number}: expected one JSON object per line, got {line[:60]!r} ({error}); "
+                "restore the file or start a new run directory"
+            ) from None
+        complete.append((record, line + b"\n"))
+    return complete
+
+
+def read_sound(run_dir: Path | str) -> tuple[list[dict[str, Any]], int]:
+    """(records in order, lines left out): for reports, which a damaged line must not end.
+
+    Left out are lines that are no record, and records that are not later than those before.
+    A torn last line does not count.
+    """
+    path, records, damaged = Path(run_dir) / FILE_NAME, [], 0
+    if not path.exists():
+        return [], 0
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            record = record_checks.parse(line, METRICS)
+        except ValueError:
+            damaged += 1
+            continue
+        if records and record["step"] <= records[-1]["step"]:
+            damaged += 1
+        else:
+            records.append(record)
+    return records, damaged
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _drop_from(path: Path, resume_step: int) -> None:
+    """Keep the records with step < resume_step: written beside the file, then renamed over it."""
+    kept = []
+    if path.exists():
+        kept = [(r, line) for r, line in _complete_lines(path) if r["step"] < resume_step]
+    steps = [record["step"] for record, _ in kept]
+    if steps != list(range(resume_step)):
+        missing = sorted(set(range(resume_step)) - set(steps))
+        warnings.warn(
+            f"{path}: resuming at step {resume_step}, but records are missing or doubled "
+            f"({missing=}); the run goes on, the record keeps the fault",
+            stacklevel=3,
+        )
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(line for _, line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_directory(path.parent)
+
+
+def _clean(value: Any, name: str, bad: list[str]) -> Any:
+    """value as plain JSON; a NaN or infinity becomes None and its name is appended to bad."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _clean(v, f"{name}.{k}" if name else str(k), bad) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(v, f"{name}[{i}]", bad) for i, v in enumerate(value)]
+    if hasattr(value, "item"):  # a numpy or framework scalar
+        value = value.item()
+    if isinstance(value, (bool, int)):
+        return value
+    if not isinstance(value, float):
+        raise ValueError(
+            f"{name}={value!r}: expected a number, text, None, or a list or dict of them"
+        )
+    if not math.isfinite(value):
+        bad.append(name)
+        return None
+    return value
+
+
+def make_record(
+    step: int,
+    values: Mapping[str, Any],
+    *,
+    bins: Sequence[Mapping[str, Any]] = (),
+    alarms: Sequence[str] = (),
+) -> dict[str, Any]:
+    """One record, ready for json.dumps(allow_nan=False).
+
+    NaN and infinities become null; the names of such values make one alarm, in which timings do
+    not take part (alarms must be equal for equal runs). Raises ValueError for a key that is not
+    `group/name`.
+    """
+    bad: list[str] = []
+    record: dict[str, Any] = {"step": int(step)}
+    for key, value in values.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key=}: expected 'group/name' in lower case, such as 'reward/mean'")
+        record[key] = _clean(value, key, bad)
+    record["bins"] = _clean(list(bins), "bins", bad)
+    record["alarms"] = [str(a) for a in alarms]
+    bad = [name for name in bad if not name.startswith(TIMING_PREFIXES)]
+    if bad:
+        record["alarms"].append(f"{len(bad)} value(s) not finite: {', '.join(bad[:8])}")
+    return record
+
+
+def _start_number(name: str) -> int:
+    digits = name.removeprefix("events.out.tfevents.").partition(".")[0]
+    return int(digits) if re.fullmatch("[0-9]{1,18}", digits) else 0
+
+
+class _TensorBoard:
+    """Event files in run_dir/tensorboard, in TensorBoard's own record format.
+
+    RecordWriter instead of EventFileWriter: the latter loads TensorFlow where it is installed,
+    puts the host name into the file name, and writes from a thread that a kill -9 cuts off.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        events: Any = event_pb2  # protobuf makes the classes at run time
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
+        directory = run_dir / "tensorboard"
+        directory.mkdir(exist_ok=True)
+        older = [p.name for p in directory.glob("events.out.tfevents.*")]
+        # TensorBoard reads files in the order of their names: a number that only grows, whatever
+        # the clock does (older versions of sparrow had the time there).
+        number = 1 + max((_start_number(name) for name in older), default=0)
+        name = f"events.out.tfevents.{number:010d}.{os.getpid()}.{resume_step}"
+        self._records = RecordWriter((directory / name).open("wb"))
+        self._add(file_version="brain.Event:2")
+        if older:  # TensorBoard drops what older files say about this and later steps
+            start = events.SessionLog(status=events.SessionLog.START)
+            self._add(step=resume_step, session_log=start)
+
+    def _add(self, **fields: Any) -> None:
+        event = self._event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        summary = self._summary()
+        for key, value in record.items():
+            if "/" in key and isinstance(value, (int, float)):
+                summary.value.add(tag=key, simple_value=float(value))
+        for entry in record["bins"]:
+            for name in ("p5", "p1"):
+                if isinstance(entry.get(name), (int, float)):
+                    tag = f"bins/{name}_from_{entry.get('start', entry.get('bin'))}"
+                    summary.value.add(tag=tag, simple_value=float(entry[name]))
+        self._add(step=record["step"], summary=summary)
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def console_line(
+    record: Mapping[str, Any], *, total_steps: int, tau: float | None, eta_seconds: float
+) -> str:
+    """The one line a step; a value the record lacks is shown as '-'."""
+
+    def show(key: str, form: str) -> str:
+        value = record.get(key)
+        return "-" if value is None else format(value, form)
+
+    p5 = record.get("mismatch/p5_min")
+    against = "" if tau is None else f" {'<' if p5 is not None and p5 < tau else 'of'} tau {tau:g}"
+    parts = [
+        f"step {record['step'] + 1:>{len(str(total_steps))}}/{total_steps}",
+        f"reward {show('reward/mean', '.3f')}",
+        f"length {show('response/len_mean', '.0f')}",
+        f"p5 min {show('mismatch/p5_min', '.3f')}{against}",
+        f"{show('throughput/step_tokens_per_second', ',.0f')} tokens/s",
+    ]
+    if record.get("eval/reward") is not None:
+        parts.append(f"held-out {show('eval/reward', '.3f')}")
+    parts.append(f"ETA {format_seconds(eta_seconds)}")
+    parts += [f"BUDGET {move}" for move in record.get("controller/moves", ())]
+    return "  ".join(parts + [f"ALARM {alarm}" for alarm in record["alarms"]])
+
+
+class MetricsWriter:
+    """Writes a run's record; a context manager.
+
+    run_dir exists. resume_step: the step that is written next; records from it on are dropped
+    first, atomically (a warning names gaps below it). total_steps and tau are for the console.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        resume_step: int,
+        console: bool,
+        total_steps: int,
+        tau: float | None = None,
+    ) -> None:
+        run_dir = Path(run_dir)
+        if resume_step < 0:
+            raise ValueError(f"{resume_step=}: expected the number of the next step, 0 or more")
+        _drop_from(run_dir / FILE_NAME, resume_step)
+        self._file = (run_dir / FILE_NAME).open("ab")
+        self._next, self._first, self._total, self._tau = resume_step, resume_step, total_steps, tau
+        self._start = time.monotonic()
+        self._progress = Progress("training", stream=sys.stdout).__enter__() if console else None
+        self._board: _TensorBoard | None = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            self._board = _TensorBoard(run_dir, resume_step)
+        elif self._progress:
+            self._progress.print("TensorBoard files are not written: pip install tensorboard")
+        if self._progress and self._progress.is_bar:
+            self._progress(resume_step, total_steps)
+
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        *,
+        bins: Sequence[Mapping[str, Any]] = (),
+        alarms: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Append the record of `step`, on disk when this returns; gives the record back.
+
+        Raises ValueError for a step out of turn and for a key that is not `group/name`.
+        """
+        if step != self._next:
+            raise ValueError(f"{step=}: expected step {self._next}, each step exactly once")
+        record = make_record(step, values, bins=bins, alarms=alarms)
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._next = step + 1
+        if self._board:
+            self._board.write(record)
+        if self._progress:
+            self._show(record)
+        return record
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        assert self._progress is not None
+        per_step = (time.monotonic() - self._start) / (self._next - self._first)
+        eta = per_step * max(self._total - self._next, 0)
+        line = console_line(record, total_steps=self._total, tau=self._tau, eta_seconds=eta)
+        self._progress.print(line, style="bold red" if record["alarms"] else None)
+        if self._progress.is_bar:
+            self._progress(self._next, self._total)
+
+    def close(self) -> None:
+        """Close files and bar; a second call does nothing."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+            self._board = None
+        if self._progress:
+            self._progress.__exit__()
+            self._progress = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Figures and HTML pages of runs, and studies over several seeds."""

@@ -1,0 +1,302 @@
+"""Figures that sum up: stage times, throughput, a profile with its schedule, a study over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.report import plots
+from common.report.plots import COLORS, INK, MUTED, PAPER, Run, color_of, short
+
+STAGE_COLORS = dict(
+    zip((*plots.STAGES, "other"), (*COLORS[:6], "#8c6bb1", COLORS[6], MUTED), strict=True)
+)
+
+
+def stage_means(run: Run) -> dict[str, float]:
+    """Mean seconds per step of each stage, `other` = the rest of time/step.
+
+    The first record is left out when there are more than two: it contains compilation.
+    """
+    means = {}
+    for stage in plots.STAGES:
+        values = run.settled(f"time/{stage}")
+        if len(values):
+            means[stage] = float(values.mean())
+    step = run.settled("time/step")
+    if len(step):
+        means["other"] = max(float(step.mean()) - sum(means.values()), 0.0)
+    return means
+
+
+def stage_times(runs: Sequence[Run], title: str = "Seconds per step") -> str | None:
+    """One stacked bar per run; the legend below names the stages that take time."""
+    from matplotlib.patches import Patch
+
+    drawn = [(run, stage_means(run)) for run in runs]
+    drawn = [(run, means) for run, means in drawn if sum(means.values()) > 0]
+    if not drawn:
+        return None
+    longest = max(sum(means.values()) for _, means in drawn)
+    used = [s for s in STAGE_COLORS if any(m.get(s, 0) > 0.005 * longest for _, m in drawn)]
+    rows = -(-len(used) // 4)
+    size = (plots.WIDTH, 70 + 44 * len(drawn) + 19 * rows + 24)
+    bottom = 34 + 19 * rows
+    with plots.Canvas(title, size=size, margins=(92, bottom, 34)) as figure:
+        axes = figure.axes
+        for row, (_, means) in enumerate(drawn):
+            left = 0.0
+            for stage, color in STAGE_COLORS.items():
+                seconds = means.get(stage, 0.0)
+                edge = {"edgecolor": PAPER, "linewidth": 1}
+                axes.barh(row, seconds, left=left, height=0.62, color=color, **edge)
+                left += seconds
+            _beside(axes, f"{left:.3g} s", left, row)
+        axes.set_yticks(range(len(drawn)), [short(run.name) for run, _ in drawn])
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.grid(False, axis="y")
+        axes.set_xlim(0, longest * 1.2)
+        axes.set_ylim(len(drawn) - 0.4, -0.6)
+        axes.figure.legend(
+            handles=[Patch(color=STAGE_COLORS[s], label=s) for s in used],
+            loc="lower left",
+            ncols=4,
+            frameon=False,
+            fontsize=10,
+            handlelength=0.9,
+            handletextpad=0.4,
+            columnspacing=1.1,
+            borderaxespad=0.2,
+        )
+    return figure.svg
+
+
+def throughput(runs: Sequence[Run], title: str = "Tokens per second") -> str | None:
+    """Median and quartiles of rollout and whole-step throughput; ratios to the dense run."""
+    keys = {
+        "rollout": "throughput/rollout_tokens_per_second",
+        "whole step": "throughput/step_tokens_per_second",
+    }
+    drawn = [(i, r) for i, r in enumerate(runs) if any(len(r.settled(k)) for k in keys.values())]
+    if not drawn:
+        return None
+    dense = next((run for _, run in drawn if run.is_dense), None)
+    size = (plots.WIDTH, 74 + 2 * (26 + 34 * len(drawn)))
+    with plots.Canvas(title, size=size, rows=(1, 1), margins=(92, 16, 52)) as figure:
+        for axes, (label, key) in zip(figure.all_axes, keys.items(), strict=True):
+            base = None if dense is None else _median(dense, key)
+            _bars(axes, drawn, key, base)
+            figure.unit(label, axes)
+    return figure.svg
+
+
+def _beside(axes: Any, text: str, x: float, y: float) -> None:
+    offset = {"xytext": (5, 0), "textcoords": "offset points"}
+    axes.annotate(text, (x, y), va="center", color=INK, **offset)
+
+
+def _median(run: Run, key: str) -> float | None:
+    values = run.settled(key)
+    return float(np.median(values)) if len(values) else None
+
+
+def _bars(axes: Any, drawn: Sequence[tuple[int, Run]], key: str, base: float | None) -> None:
+    highest = 0.0
+    for row, (i, run) in enumerate(drawn):
+        values = run.settled(key)
+        if not len(values):
+            continue
+        low, middle, high = np.percentile(values, (25, 50, 75))
+        axes.barh(row, middle, height=0.6, color=color_of(i))
+        axes.plot((low, high), (row, row), color=INK, linewidth=1.4)
+        ratio = f" ({middle / base:.2f}x)" if base and not run.is_dense else ""
+        _beside(axes, f"{middle:,.0f}{ratio}", high, row)
+        highest = max(highest, high)
+    axes.set_yticks(range(len(drawn)), [short(run.name) for _, run in drawn])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    axes.grid(False)
+    axes.set_xlim(0, highest * 1.55 or 1)
+    axes.set_ylim(len(drawn) - 0.4, -0.6)
+
+
+def budgets_by_step(run: Run, title: str = "Budget by step") -> str | None:
+    """k of every length bin over the steps, bins with one history as one line; None if none moved.
+
+    Drawn are the bins that changed; dense stands above the largest k.
+    """
+    tracks: dict[tuple[int, int], dict[int, Any]] = {}
+    for record in run.records:
+        for entry in record["bins"]:
+            if "k" in entry:
+                track = tracks.setdefault((entry["start"], entry["end"]), {})
+                track[record["step"]] = entry["k"]
+    histories: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for span, track in sorted(tracks.items()):
+        if len(set(track.values())) > 1:
+            histories.setdefault(tuple(track.items()), []).append(span)
+    if not histories:
+        return None
+    numbers = [k for history in histories for _, k in history if k != "dense"]
+    top = 1.15 * max(numbers, default=1) + 1
+    labels = [f"{spans[0][0]}-{spans[-1][1]}" for spans in histories.values()]
+    with plots.Canvas(title, labels=labels) as figure:
+        ends, steps = [], []
+        for i, (history, label) in enumerate(zip(histories, labels, strict=True)):
+            x = np.array([step for step, _ in history], float)
+            y = [top if k == "dense" else k for _, k in history]
+            marks = {"marker": "o", "markersize": 3} if len(history) < 3 else {}
+            figure.axes.step(x, y, where="post", color=color_of(i), **marks)
+            ends.append((float(y[-1]), label, color_of(i)))
+            steps.append(x)
+        plots.step_axis(figure.axes, np.concatenate(steps))
+        figure.axes.set_ylim(0, 1.06 * top)
+        if any(k == "dense" for history in histories for _, k in history):
+            ticks = [t for t in figure.axes.get_yticks() if 0 <= t < 0.95 * top]
+            figure.axes.set_yticks([*ticks, top], [*(f"{t:g}" for t in ticks), "dense"])
+        figure.unit("k; labels: positions, tokens")
+        figure.end_labels(ends)
+    return figure.svg
+
+
+def profile_plot(
+    profile: Mapping[str, Any],
+    schedule: Mapping[str, Any] | None,
+    *,
+    statistic: str,
+    tau: float,
+    title: str | None = None,
+) -> str | None:
+    """Tail of alpha against length, one line per budget with its 95 % band, tau, and below it the
+    schedule that was chosen.
+
+    profile: content of a profile file (common.schedule.profile_file); schedule: content of a
+    schedule file. statistic: 'p5' or 'p1'. Bins with too few tokens are drawn hollow.
+    """
+    rows = [row for row in profile["rows"] if plots.is_number(row.get(statistic))]
+    if not rows:
+        return None
+    budgets = sorted({row["k"] for row in rows if row["k"] != "dense"})
+    colors = budget_colors(budgets) | {"dense": MUTED}
+    title = title or f"{statistic} of the acceptance rate by length and budget"
+    share = (2.6, 1) if schedule else (1,)
+    with plots.Canvas(title, labels=["every page"], size=(640, 470), rows=share) as figure:
+        ends = []
+        for k in [*budgets, *(["dense"] if any(r["k"] == "dense" for r in rows) else [])]:
+            mine = sorted((r for r in rows if r["k"] == k), key=lambda row: row["bin"])
+            _budget_line(figure.axes, mine, statistic, colors[k])
+            text = "dense" if k == "dense" else f"k = {k}"
+            ends.append((mine[-1][statistic], text, colors[k]))
+        plots.tau_line(figure.axes, tau)
+        longest = max(row["end"] for row in rows)
+        figure.axes.set(xlim=(0, longest), ylim=(-0.02, 1.02))
+        figure.unit(f"{statistic} of alpha, 95 % bands")
+        figure.end_labels(ends)
+        if schedule:
+            _schedule_below(figure.all_axes[1], schedule, longest)
+            figure.unit("pages read under the schedule", figure.all_axes[1])
+        figure.all_axes[-1].set_xlabel("position in sequence, tokens")
+    return figure.svg
+
+
+def budget_colors(budgets: Sequence[int]) -> dict[int, Any]:
+    """A colour for each budget, along a ramp from the smallest to the largest."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ramp = LinearSegmentedColormap.from_list("budget", ["#e69f00", "#d55e00", "#b8609a", "#0072b2"])
+    return {k: ramp(i / max(len(budgets) - 1, 1)) for i, k in enumerate(budgets)}
+
+
+def _budget_line(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, color: Any) -> None:
+    x = [(row["start"] + row["end"]) / 2 for row in rows]
+    y = [row[name] for row in rows]
+    axes.plot(x, y, color=color)
+    for at, value, row in zip(x, y, rows, strict=True):
+        face = color if row.get("enough", True) else "none"
+        axes.plot(at, value, "o", color=color, markerfacecolor=face, markersize=4.5)
+    low, high = ([row.get(f"{name}{end}") for row in rows] for end in ("_low", "_high"))
+    if all(plots.is_number(v) for v in [*low, *high]):
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _schedule_below(axes: Any, schedule: Mapping[str, Any], longest: float) -> None:
+    x, y = plots.pages_read(schedule, longest)
+    axes.plot(x, y, color=COLORS[0])
+    axes.plot((0, longest), (0, longest / schedule["page_size"]), "--", color=MUTED, linewidth=1)
+    axes.annotate(
+        "every page",
+        (1, longest / schedule["page_size"]),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        color=MUTED,
+        annotation_clip=False,
+    )
+    axes.set(xlim=(0, longest), ylim=(0, None))
+
+
+def t_quantile(df: int) -> float:
+    """97.5 % quantile of Student's t (two-sided 95 % interval), df >= 1 degrees of freedom."""
+    if df < 1:
+        raise ValueError(f"{df=}: expected at least 1, that is two seeds")
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    if df <= len(table):
+        return table[df - 1]
+    z = 1.959964  # Cornish-Fisher series in 1/df, off by less than 2e-4 for df > 10
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / df + second / df**2 + third / df**3
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(mean, low, high): mean -+ t * s / sqrt(n); one value has no interval: (v, nan, nan)."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, np.nan, np.nan
+    half = t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def study_figure(
+    arms: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
+    *,
+    title: str = "Held-out reward",
+    ylabel: str = "mean over seeds with 95 % interval; thin: single seeds",
+) -> str | None:
+    """Arms of a study: mean over seeds with its 95 % interval (Student's t), seeds thin.
+
+    arms: name -> one list of (step, value) per seed. Steps that only some seeds have reached are
+    drawn thin but do not enter the mean.
+    """
+    arms = {name: [seed for seed in seeds if seed] for name, seeds in arms.items()}
+    arms = {name: seeds for name, seeds in arms.items() if seeds}
+    if not arms:
+        return None
+    labels = {name: f"{short(name, 20)} (n={len(seeds)})" for name, seeds in arms.items()}
+    size = (640, 380)
+    with plots.Canvas(title, labels=list(labels.values()), size=size) as figure:
+        ends, all_steps = [], []
+        for i, (name, seeds) in enumerate(arms.items()):
+            color = color_of(i)
+            for seed in seeds:
+                figure.axes.plot(*zip(*seed, strict=True), color=color, linewidth=0.7, alpha=0.45)
+                all_steps += [step for step, _ in seed]
+            steps = sorted(set.intersection(*({step for step, _ in seed} for seed in seeds)))
+            end = seeds[0][-1][1]
+            if steps:
+                table = [[dict(seed)[step] for seed in seeds] for step in steps]
+                mean, low, high = zip(*(mean_interval(row) for row in table), strict=True)
+                figure.axes.plot(steps, mean, color=color, marker="o", markersize=4.5)
+                if len(seeds) > 1:
+                    figure.axes.fill_between(steps, low, high, color=color, alpha=0.16, lw=0)
+                end = mean[-1]
+            ends.append((end, labels[name], color))
+        plots.step_axis(figure.axes, np.array(all_steps, float))
+        figure.unit(ylabel)
+        figure.end_labels(ends)
+    return figure.svg

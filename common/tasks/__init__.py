@@ -1,0 +1,1 @@
+"""Problems with verifiable rewards: where prompts come from, and how responses are scored."""
