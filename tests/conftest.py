@@ -47,7 +47,7 @@ def sparrow() -> Callable[..., subprocess.CompletedProcess[str]]:
     """sparrow("train", "--run=x", cwd=tmp_path): one run of the command line, text captured."""
 
     def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "common.cli.main", *arguments]
+        command = [sys.executable, "-m", "common.cli", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120

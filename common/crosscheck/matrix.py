@@ -70,7 +70,7 @@ def record(model: Path, backend: str, dtype: str, force: Path | None) -> Path:
     """A trace, recorded by a process of its own: backends set up their devices once."""
     out = model / f"{backend}-{dtype}.npz"
     command = [
-        sys.executable, "-m", "common.cli.main", "trace",
+        sys.executable, "-m", "common.cli", "trace",
         f"--backend={backend}", f"--model={model}",
         f"--prompts={model / 'prompts.json'}", f"--out={out}", f"--config.learner.dtype={dtype}",
         *SETTINGS, *([f"--force_tokens={force}"] if force else []),

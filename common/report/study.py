@@ -117,7 +117,7 @@ class _Lanes:
     def _run(self, seed_dir: Path, seed: int, command: str, *flags: str, log: str = "") -> None:
         """A sparrow command as a process; its output goes to a log file beside the runs."""
         seeds = [f"--config.{key}={seed}" for key in SEED_KEYS]
-        words = [sys.executable, "-m", "common.cli.main", command, f"--config={self._config}"]
+        words = [sys.executable, "-m", "common.cli", command, f"--config={self._config}"]
         start = time.monotonic()
         path = seed_dir / f"{log or command}.log"
         with path.open("a", encoding="utf-8") as out:

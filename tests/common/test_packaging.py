@@ -92,7 +92,11 @@ def test_recipes_import_the_config_only():
 
 
 def test_common_loads_neither_jax_nor_torch_even_through_a_library():
-    modules = sorted(f"common.{p.stem}" for p in (ROOT / "common").glob("*.py") if p.stem[0] != "_")
+    modules = sorted(
+        ".".join(p.relative_to(ROOT).with_suffix("").parts)
+        for p in (ROOT / "common").rglob("*.py")
+        if p.stem[0] != "_"
+    )
     program = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
         f"print([name for name in {FRAMEWORKS} if name in sys.modules])"

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from common.cli import main
+from common.cli import command_line
 from common.config import Config, LearnerConfig, ModelConfig
 from common.records import metrics
 from common.tasks import registry
@@ -295,7 +295,7 @@ def run_on_two_meshes(folder):
         mesh = ",".join(map(str, mesh))
         line = f"train --config=tiny.py --run={run} --config.learner.mesh={mesh} {flags}"
         with contextlib.redirect_stderr(io.StringIO()) as words:
-            codes[f"{run} on {mesh} {flags}"] = main.main(line.split()), words.getvalue()
+            codes[f"{run} on {mesh} {flags}"] = command_line.main(line.split()), words.getvalue()
 
     train("whole", ONE)
     train("leaves", WRITER, stop_at=2)

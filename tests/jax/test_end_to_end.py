@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from common.cli import main
+from common.cli import command_line
 from common.config import overrides
 from common.records import metrics, run_dir
 from common.records.metrics import MetricsWriter
@@ -32,14 +32,14 @@ from tests.conftest import ROOT
 RECIPE = '''
 """Chains of 3 or 4 facts; sequences of at most 64 tokens in pages of 4."""
 import os, time
-from common import tasks
 from common.config import *
+from common.tasks import registry
 
-score = tasks.score
+score = registry.score
 def slow_score(*arguments):
     time.sleep(float(os.environ.get("GRADING_SECONDS", "0")))
     return score(*arguments)
-tasks.score = slow_score
+registry.score = slow_score
 
 def get_config():
     return Config(
@@ -78,7 +78,7 @@ def sparrow(line, status=0):
     """Run a command in this process, as the console script would."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert main.main(shlex.split(line)) == status
+        assert command_line.main(shlex.split(line)) == status
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(at_home, capsy
 
 def start(run):
     """The command as a process whose steps take a second."""
-    words = [sys.executable, "-m", "common.cli.main", *shlex.split(TRAIN), f"--run={run}"]
+    words = [sys.executable, "-m", "common.cli", *shlex.split(TRAIN), f"--run={run}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GRADING_SECONDS": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from common.cli import main
+from common.cli import command_line
 from common.mismatch import acceptance
 from common.schedule.profile_file import load_profile
 from common.schedule.schedule_search import search
@@ -41,7 +41,7 @@ def profile(model, tmp_path, monkeypatch):
         given = f"--model={model}", f"--replay={replay}", f"--topk={topk}", f"--out={out}"
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return main.main(["profile", *given, *how, *flags])
+            return command_line.main(["profile", *given, *how, *flags])
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common import setup
-from common.cli import main
+from common.cli import command_line
 from common.config import Config, overrides
 from common.errors import UserError
 from common.records import metrics
@@ -18,7 +18,7 @@ RECIPE = "--config=configs/smoke.py --config.num_steps=2 --config.eval_every=0"
 
 def train(engine, path):
     arguments = f"train {RECIPE} --run={path} --config.rollout.engine={engine}"
-    assert main.main(arguments.split()) == 0
+    assert command_line.main(arguments.split()) == 0
     return metrics.read_metrics(path)
 
 
@@ -42,7 +42,7 @@ def test_both_engines_give_the_same_profile(tmp_path):
     for engine in ("torch", "jax"):
         path = tmp_path / f"{engine}.json"
         line = f"profile --config=configs/smoke.py --config.rollout.engine={engine} --out={path}"
-        assert main.main(line.split()) == 0
+        assert command_line.main(line.split()) == 0
         records.append(json.loads(path.read_text()))
     for a, b in zip(*(r["summary"] + r["rows"] for r in records), strict=True):
         assert a.keys() == b.keys()

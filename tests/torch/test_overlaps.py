@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from common.cli import main
+from common.cli import command_line
 from common.mismatch import acceptance
 from common.oracles import float64
 from common.schedule import policies
@@ -168,7 +168,7 @@ def test_both_engines_write_the_same_profile(scorers, tmp_path):
         line = f"profile --model={model} --replay={ids} --topk={K},99 --bin_tokens=20 --out={out} "
         line += f"--config.rollout.page_size={PAGE} --config.rollout.num_dense_layers=1 "
         line += f"--config.rollout.engine={engine} --max_tokens={CONTEXT} --estimate=20"
-        assert main.main(line.split()) == 0
+        assert command_line.main(line.split()) == 0
         found.append(load_profile(out))
     (a, b), rows = found, [profile["rows"] + profile["topk"] for profile in found]
     for mine, other in zip(*rows, strict=True):

@@ -10,7 +10,8 @@ import pytest
 
 PROGRAM = """
 import gc, os, signal, sys, time
-from common import cli, stopping
+from common.cli import command_line
+from common.records import stopping
 
 def signal_in_a_callback_of_the_collector():
     # What is raised there is swallowed by Python ("Exception ignored in").
@@ -30,8 +31,8 @@ def work(argv):
     print("started", flush=True)
     {body}
 
-cli._dispatch = work
-sys.exit(cli.main(["train"]))
+command_line._dispatch = work
+sys.exit(command_line.main(["train"]))
 """
 SAFE = "@stopping.safe_points()"
 STEPS = "for step in range(600): stopping.check(); print('step', step); time.sleep(0.1)"

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from common.cli import evaluate
 from common.config import Config
 from common.tasks import evaluation
 from common.tasks.prompts import PromptSource
@@ -65,9 +66,9 @@ def test_eval_says_what_it_took(taken, words, monkeypatch, capsys):
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(evaluation, "open_parts", lambda config: Open())
-    monkeypatch.setattr(evaluation.tasks, "score", lambda *args: np.arange(taken) / 2)
-    evaluation.evaluate_run(Config(), num_samples=1, greedy=True)
+    monkeypatch.setattr(evaluate, "open_parts", lambda config: Open())
+    monkeypatch.setattr(evaluation.registry, "score", lambda *args: np.arange(taken) / 2)
+    evaluate.evaluate_run(Config(), num_samples=1, greedy=True)
     said = capsys.readouterr().out
     assert f"{taken} held-out\n" in said and words in said
     assert f", {taken} prompt{'s' * (taken > 1)}, " in said

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from common import config as settings
-from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
+from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig, settings
 from common.config.fields import check_within
 from common.objective import grpo
 

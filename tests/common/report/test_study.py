@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from common.cli import main
+from common.cli import command_line
 from common.cli.commands import COMMANDS
 from common.errors import UserError
 from common.report import study
@@ -173,9 +173,11 @@ def test_a_seed_is_prepared_by_commands_that_parse(tmp_path, monkeypatch):
     """Long prompts leave the first bins without tokens: the schedule must be asked to go on."""
     calls = []
     monkeypatch.setattr(
-        study._Lanes, "_run", lambda self, seed_dir, seed, name, *flags: calls.append((name, flags))
+        study._Lanes, "_run", lambda self, folder, seed, name, *flags: calls.append((name, flags))
     )
     study._Lanes("x.py", 1, 1).prepare(tmp_path / "seed0", 0)
     assert [name for name, _ in calls] == ["warmup", "profile", "schedule"]
-    given = [main.parse_arguments(COMMANDS[name], list(flags)).flags for name, flags in calls]
+    given = [
+        command_line.parse_arguments(COMMANDS[name], list(flags)).flags for name, flags in calls
+    ]
     assert given[2]["extrapolate"] is True and given[2]["profile"] == given[1]["out"]

@@ -190,7 +190,3 @@ def _help(names: list[str]) -> None:
         print(overrides.describe(), end="")
     else:
         print(help_text(_find(names[0])))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

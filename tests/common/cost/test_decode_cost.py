@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from common.cli import main
+from common.cli import command_line
 from common.config import ModelConfig
 from common.cost import chips, cost_report, decode_cost, eflops, lengths
 from common.cost.lengths import Lengths
@@ -353,7 +353,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(capsys, line):
-    status = main.main(["cost", *shlex.split(line)])
+    status = command_line.main(["cost", *shlex.split(line)])
     out, err = capsys.readouterr()
     return status, out, err
 

@@ -230,7 +230,7 @@ def test_saved_file_stands_alone(tmp_path):
 
 def test_matplotlib_is_loaded_on_first_use_and_left_as_it_was():
     code = (
-        "import sys\nfrom common import plots, plots_overview, report\n"
+        "import sys\nfrom common.report import plots, plots_overview, report\n"
         "assert 'matplotlib' not in sys.modules\nimport matplotlib\n"
         "p = matplotlib.rcParams\nbefore = {k: p[k] for k in p if k != 'backend'}\n"
         "r = plots.Run(name='a', records=[{'step': 0, 'bins': [], 'reward/mean': 1.0}])\n"

@@ -116,7 +116,8 @@ def test_a_directory_without_permission_is_refused(tmp_path):
 
 def test_a_run_in_use_is_refused_and_free_after_kill_9(tmp_path):
     program = (
-        "import os, sys, time\nfrom common import run_dir\nfrom common.config import Config\n"
+        "import os, sys, time\nfrom common.config import Config\n"
+        "from common.records import run_dir\n"
         "run = run_dir.open_run(sys.argv[1], Config(), 'train')\n"
         "worker = os.fork()\n"  # a forked worker outlives its parent and must not hold the lock
         "if worker: print(worker, flush=True)\n"

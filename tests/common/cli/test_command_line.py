@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from common.cli import main
+from common.cli import command_line
 from common.cli.commands import COMMANDS
 from common.config import Config, overrides
 from common.errors import UserError, is_disk_full, is_user_error
@@ -35,7 +35,7 @@ def fails(capsys, line, status=2):
     """Run `sparrow LINE` in this process; its one line on stderr."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert main.main(shlex.split(line)) == status
+        assert command_line.main(shlex.split(line)) == status
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -103,8 +103,9 @@ def test_the_process_itself_exits_with_2_and_no_traceback(sparrow, tmp_path):
 
 def test_help_names_every_command_and_loads_no_heavy_library(tmp_path):
     program = (
-        "import sys; from common import cli; cli.main(['help']); cli.main(['train', '--help'])\n"
-        "cli.main(['help', 'config'])\n"
+        "import sys; from common.cli import command_line\n"
+        "for words in (['help'], ['train', '--help']): command_line.main(words)\n"
+        "command_line.main(['help', 'config'])\n"
         "print(sorted({'jax', 'torch', 'matplotlib', 'rich', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -117,12 +118,12 @@ def test_help_names_every_command_and_loads_no_heavy_library(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=list(COMMANDS))
 def test_help_of_a_command_shows_flags_and_an_example_that_parses(command):
-    text = main.help_text(command)
+    text = command_line.help_text(command)
     for flag in command.flags:
         assert f"--{flag.name} " in text
     words = shlex.split(command.example)
     assert words[:2] == ["sparrow", command.name]
-    arguments = main.parse_arguments(command, words[2:])
+    arguments = command_line.parse_arguments(command, words[2:])
     assert arguments.config_file in (None, "configs/demo.py")
     assert max(map(len, text.splitlines())) <= 110
 
@@ -135,8 +136,9 @@ def train(config, run):
     {body}
 loop.train = train
 sys.modules["common.loop"] = loop
-from common import cli, stopping
-sys.exit(cli.main(sys.argv[1:]))
+from common.cli import command_line
+from common.records import stopping
+sys.exit(command_line.main(sys.argv[1:]))
 """
 
 
@@ -211,7 +213,7 @@ def test_a_full_disk_is_one_line_and_status_1(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    assert main.main(["schedule", "--preset=qwen3-4b-0.86", "--out=s.json"]) == 1
+    assert command_line.main(["schedule", "--preset=qwen3-4b-0.86", "--out=s.json"]) == 1
     for number, handler in handlers.items():
         signal.signal(number, handler)
     said = capsys.readouterr().err

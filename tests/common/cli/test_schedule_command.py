@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from common.cli import main
+from common.cli import command_line
 from common.report import plots_schedules
 from common.schedule import presets, schedule
 from common.schedule.schedule import DENSE, Schedule
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 def sparrow(capsys, line, status=0):
     """Output of `sparrow schedule LINE`; its one line on stderr if it fails."""
-    assert main.main(["schedule", *shlex.split(line)]) == status
+    assert command_line.main(["schedule", *shlex.split(line)]) == status
     out, err = capsys.readouterr()
     if status:
         assert out == "" and err.startswith("sparrow: ") and err.count("\n") == 1

@@ -2,7 +2,7 @@
 
 import random
 
-from common.cli import main
+from common.cli import command_line
 from common.cli.commands import COMMANDS
 from common.config import Config, overrides
 from common.errors import is_user_error, one_line
@@ -39,7 +39,7 @@ def test_random_command_lines_end_in_one_line():
         command = COMMANDS[rng.choice(sorted(COMMANDS))]
         argv = list(words(rng, command))
         try:
-            arguments = main.parse_arguments(command, argv)
+            arguments = command_line.parse_arguments(command, argv)
             overrides.apply(Config(), arguments.overrides)
         except ValueError as error:
             assert is_user_error(error), [word[:80] for word in argv]

@@ -10,7 +10,7 @@ from common.mismatch.rollout_stats import add_clip_fraction, describe_mismatch, 
 from common.schedule.schedule import Schedule
 from common.types import Prompt, Replay
 from tests.common.fake_backend import Fake, make_config
-from tests.common.test_tail_interval import units_of
+from tests.common.mismatch.test_tail_interval import units_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import config
+from common.config.settings import CORRECTIONS
 from common.objective import corrections
 from common.rollout import noise
 
@@ -23,7 +23,7 @@ def weights(*args, **more):
 
 
 def test_registry_and_configuration_name_the_same_corrections():
-    assert tuple(corrections.CORRECTIONS) == config.CORRECTIONS
+    assert tuple(corrections.CORRECTIONS) == CORRECTIONS
 
 
 def test_none_and_token_tis():
