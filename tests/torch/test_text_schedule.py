@@ -12,9 +12,12 @@ import signal
 import numpy as np
 import pytest
 
-from common import cli, mismatch, oracles, schedule_check
-from common.profile_file import load_profile
-from common.schedule import DENSE, Schedule
+from common.cli import command_line
+from common.mismatch import acceptance
+from common.oracles import float64
+from common.profile import schedule_check
+from common.schedule.profile_file import load_profile
+from common.schedule.schedule import DENSE, Schedule
 from sparrow_jax.scorer import JaxScorer
 from tests.jax import tiny_model
 from tests.jax.tiny_model import PAGE, G
@@ -48,7 +51,7 @@ def profile(model, tmp_path, monkeypatch):
         with contextlib.ExitStack() as stack:
             for number, handler in handlers.items():
                 stack.callback(signal.signal, number, handler)
-            return cli.main(line)
+            return command_line.main(line)
 
     return run
 
@@ -107,12 +110,12 @@ def of_oracle(num_dense):
     ids = tiny_model.tokens(1, 130)[0, :T]
     how = {"page_size": PAGE, "num_dense_layers": num_dense}
     weights = tiny_model.oracle_weights()
-    dense = oracles.decoder_forward(weights, G, ids, **how)
+    dense = float64.decoder_forward(weights, G, ids, **how)
     how |= {"prompt_len": 0, "budgets": lambda t: GROWS[t // BIN]}
-    sparse = oracles.decoder_forward(weights, G, ids, **how)
-    alpha = np.pad(oracles.acceptance_overlap(dense[:-1], sparse[:-1], 1.0), (1, 0))[None]
+    sparse = float64.decoder_forward(weights, G, ids, **how)
+    alpha = np.pad(float64.acceptance_overlap(dense[:-1], sparse[:-1], 1.0), (1, 0))[None]
     mask = np.arange(T)[None] > 0
-    return mismatch.statistics(
+    return acceptance.statistics(
         np.clip(alpha, 0, 1), mask, np.zeros(1), bin_tokens=BIN, min_tokens=15, block_tokens=64
     )
 
@@ -121,7 +124,7 @@ def test_the_tail_stands_beside_what_the_profile_promised(profile, tmp_path, cap
     """Bin 0 is as promised; a dense bin 1 was promised alpha = 1, but reads sparse keys."""
     assert profile("--topk=0", f"--bin_tokens={BIN}", "--sequences=3", out="p.json") == 0
     tau = uniform(tmp_path, 0)[0]["p5"]
-    assert cli.main(["schedule", "--profile=p.json", f"--tau={tau}", "--out=s.json"]) == 0
+    assert command_line.main(["schedule", "--profile=p.json", f"--tau={tau}", "--out=s.json"]) == 0
     capsys.readouterr()
     assert profile("--schedule=s.json", "--sequences=3") == 0
     record, said = read(tmp_path), capsys.readouterr().out
