@@ -10,7 +10,7 @@ t % C.
 
 Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
 read, and of the others the k whose landmark has the largest dot product with the mean query of the
-head's group. See common/oracles/float64.py for the same rules in float64.
+head's group. See common/oracles/sparse_attention.py for the same rules in float64.
 """
 
 from __future__ import annotations

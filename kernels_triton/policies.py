@@ -1,7 +1,7 @@
 """Rules by which a query ranks the pages of its past, for replay; decode itself knows "mean" only.
 
-The same five as in kernels_pallas/policies.py, with their sources; common/oracles/float64.py has
-them in float64.
+The same five as in kernels_pallas/policies.py, with their sources;
+common/oracles/sparse_attention.py has them in float64.
 
 A policy is a pair of functions: `summary(k_BTKH, page)` makes what is kept of every page, a list of
 tensors [B, K, P, ...], and `scores(q_BKRtH, summary, k_BKSH, pos_t, page)` ranks the pages,

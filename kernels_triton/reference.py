@@ -8,7 +8,7 @@ keys of a page, written when the page completes. A sequence owns the physical pa
 
 Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
 read, and of the others the k whose landmark has the largest dot product with the mean query of the
-head's group. See common/oracles/float64.py for the same rules in float64, and
+head's group. See common/oracles/sparse_attention.py for the same rules in float64, and
 kernels_pallas/reference.py for the same functions in JAX.
 """
 

@@ -184,25 +184,3 @@ def verdict(stats: Sequence[BinStats], tau: float, quantile: float) -> Verdict:
         certain=tuple(s.bin for s in stats if s.bin in failing and getattr(s, high) < tau),
         unjudged=tuple(s.bin for s in stats if not s.enough),
     )
-
-
-def topk_estimate(
-    logp_dense_NJ: np.ndarray,
-    ids_dense_NJ: np.ndarray,
-    logp_sparse_NJ: np.ndarray,
-    ids_sparse_NJ: np.ndarray,
-) -> np.ndarray:
-    """Lower bound of alpha [N] from the top log-probs of both sides (20 in the paper).
-
-        sum over v in both lists of min(p_dense(v), p_sparse(v)) <= alpha
-
-    For engines that return no more than top-k log-probs. Ids of one row must be distinct.
-    """
-    same_NJJ = np.asarray(ids_dense_NJ)[:, :, None] == np.asarray(ids_sparse_NJ)[:, None, :]
-    smaller_NJJ = np.exp(
-        np.minimum(
-            np.asarray(logp_dense_NJ, np.float64)[:, :, None],
-            np.asarray(logp_sparse_NJ, np.float64)[:, None, :],
-        )
-    )
-    return np.where(same_NJJ, smaller_NJJ, 0.0).sum(axis=(1, 2))

@@ -41,8 +41,8 @@ class BatchedScorer(abc.ABC):
     ) -> Iterator[Overlap]:
         """Dense against sparse at each of `budgets` ([T] each; None = dense), one dense pass.
 
-        policy: common/schedule/policies.py. top: also estimate alpha from so many log-probs of
-        each side.
+        policy: a name of `VECTORS` in common/profile/text_profile.py. top: also estimate alpha from
+        that number of likeliest tokens of each side; 0 = no estimate.
         """
 
     def load_weights(self, params: Any, version: int) -> None:

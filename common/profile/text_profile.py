@@ -23,11 +23,13 @@ from common.profile.profile_rows import Measured, Profile
 from common.records import stopping
 from common.records.progress import Progress
 from common.records.run_dir import atomic_write_text
-from common.schedule import policies
 from common.schedule.schedule import DENSE, Schedule, fixed
 from common.setup import engine_package
 from common.tasks import chat
 
+VECTORS = {"mean": 1, "quest": 2, "window": 0, "random": 0, "oracle": 0}
+"""Key vectors per page that a query reads to choose. The oracle's choice is free, as none can be:
+it bounds what any rule could reach."""
 BLOCK_TOKENS = 64
 """Blocks that intervals take for independent; a text has no other such pieces."""
 
@@ -47,12 +49,12 @@ def profile_text(
     """Profiles by policy, written to `out` (of several policies: to OUT-POLICY.json), with a page.
 
     Every budget of mismatch.budgets at every position of the text, against one dense pass; other
-    policies than "mean" at budgets of equal bytes (policies.equal_bytes). top: also estimate alpha
+    policies than "mean" at budgets of equal bytes (equal_bytes). top: also estimate alpha
     from so many log-probs (20 in the paper), 0 = no. A stopped profile goes on where it was.
     """
     for name in names:
-        if name not in policies.VECTORS or names.count(name) > 1:
-            known = ", ".join(policies.VECTORS)
+        if name not in VECTORS or names.count(name) > 1:
+            known = ", ".join(VECTORS)
             raise UserError(f"--policy={','.join(names)}: {name!r}; expected each once, of {known}")
     form = {"page_size": config.rollout.page_size, "bin_tokens": config.mismatch.bin_tokens}
     uniform: dict[int | str, Schedule]
@@ -150,7 +152,7 @@ def _measure(
             for name in names:
                 part = {k: parts.get(f"{name}-{k}-{first}") for k in budgets}
                 missing = [k for k in budgets if part[k] is None]
-                arrays = [policies.equal_bytes(name, budgets[k], config.rollout.page_size)
+                arrays = [equal_bytes(name, budgets[k], config.rollout.page_size)
                           for k in missing]  # fmt: skip
                 passes = scorer.overlaps(
                     rows, np.zeros(len(rows), np.int32), arrays, temperature, policy=name, top=top
@@ -226,3 +228,15 @@ def compare(records: dict[str, dict[str, Any]], budgets: Sequence[int]) -> str:
             cells.append(f"{min(p5):.3f} to {max(p5):.3f}" if p5 else "-")
         lines.append(f"{name:>8} " + " ".join(f"{cell:>15}" for cell in cells))
     return "\n".join(lines)
+
+
+def equal_bytes(policy: str, budget_T: np.ndarray, page_size: int) -> np.ndarray:
+    """Budgets int32 [T] with which a query at position t reads the bytes that "mean" reads with
+    budget_T[t]; whole pages, rounded down, at least 0.
+
+    A page is 2 C vectors (C keys and C values), and there are n = t // C + 1 pages to choose from:
+    k' = floor(k + n (1 - v) / 2C) with v vectors per page.
+    """
+    n_T = np.arange(len(budget_T)) // page_size + 1
+    pages_T = n_T * (1 - VECTORS[policy]) // (2 * page_size)
+    return np.maximum(np.int64(budget_T) + pages_T, 0).astype(np.int32)

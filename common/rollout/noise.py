@@ -133,17 +133,6 @@ def fold_in(seed: int, *numbers: int) -> int:
     return int(seed)
 
 
-def gumbel_argmax(logits_BV: np.ndarray, bits_BV: np.ndarray, temperature: float) -> np.ndarray:
-    """Sample ids [B] from softmax(logits / temperature), in numpy (the sampler's reference)."""
-    if temperature <= 0:
-        raise ValueError(
-            f"{temperature=}: expected > 0; for greedy decoding take argmax of the logits"
-        )
-    u_BV = uniform(bits_BV)
-    score_BV = np.asarray(logits_BV, np.float32) / np.float32(temperature) - np.log(-np.log(u_BV))
-    return np.argmax(score_BV, axis=-1).astype(np.int32)
-
-
 def position_uniform(
     seed: int, prompt_id_B: np.ndarray, sample_B: np.ndarray, num_positions: int
 ) -> np.ndarray:

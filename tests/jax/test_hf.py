@@ -12,9 +12,9 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from common import oracles
 from common.errors import UserError
 from common.model.hf_config import read_geometry
-from common.oracles import float64
 from sparrow_jax import hf
 from sparrow_jax.model import Decoder
 
@@ -144,7 +144,7 @@ def test_loaded_decoder_agrees_with_the_float64_oracle(tmp_path, family, tied):
     tokens = np.random.default_rng(1).integers(0, V, 19)
     decoder = nnx.merge(graph, params)
     got = decoder.hidden(jnp.array(tokens[None]), dtype=jnp.float32) @ decoder.head(jnp.float32).T
-    want = float64.decoder_forward(our_weights(tensors), geometry, tokens)
+    want = oracles.decoder_forward(our_weights(tensors), geometry, tokens)
     np.testing.assert_allclose(got[0], want, atol=2e-4, rtol=1e-4)
     assert np.abs(want).max() > 1
 

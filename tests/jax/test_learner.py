@@ -10,8 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
+from common import oracles
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
-from common.objective import batching, grpo
+from common.objective import batching
 from common.objective.grpo import Advantages
 from common.types import MicroBatch, Prompt, Rollout, Scored, TrainBatch
 from sparrow_jax import learner as learning
@@ -152,9 +153,9 @@ def test_loss_and_gradient_are_those_of_the_oracle_through_the_model(kl_coef):
     m = micro_batch()
     logp = log_probs(weights(), m.tokens_BT)
     arrays, options = oracle_arguments(m, logp, kl_coef)
-    want = grpo.policy_loss(*arrays, **options)
+    want = oracles.policy_loss(*arrays, **options)
     assert min(want.num_clipped_low, want.num_clipped_high) >= 4, "both clips must be hit"
-    grad_logp = grpo.policy_loss_grad(*arrays, **options)
+    grad_logp = oracles.policy_loss_grad(*arrays, **options)
     _, pull = jax.vjp(lambda p: _logp(p, m.tokens_BT, np.float32(0.7)), weights())
     (want_grads,) = pull(jnp.asarray(grad_logp, jnp.float32))
 
@@ -177,7 +178,7 @@ def test_a_step_goes_along_the_gradient_over_the_denominator():
     m = micro_batch()
     arrays, options = oracle_arguments(m, log_probs(weights(), m.tokens_BT), 0.0)
     arrays = (arrays[0], arrays[0], *arrays[2:])  # on-policy: rho = 1
-    grad_logp = jnp.asarray(grpo.policy_loss_grad(*arrays, **options), jnp.float32)
+    grad_logp = jnp.asarray(oracles.policy_loss_grad(*arrays, **options), jnp.float32)
     (grads,) = jax.vjp(lambda p: _logp(p, m.tokens_BT, np.float32(0.7)), weights())[1](grad_logp)
     learner = plain(make())
     report = learner.update(
@@ -195,7 +196,7 @@ def test_report_is_the_mean_over_all_loss_tokens():
     # a first minibatch of 3 tokens without weight, then one whose ratios are known
     m, learner = micro_batch(), make(learning_rate=0.0)
     arrays, options = oracle_arguments(m, log_probs(weights(), m.tokens_BT), 0.0)
-    want = grpo.policy_loss(*arrays, **options)
+    want = oracles.policy_loss(*arrays, **options)
     first = dataclasses.replace(m, weight_BT=m.weight_BT * 0)
     tokens = float(m.loss_mask_BT.sum())
     batch = TrainBatch(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from common import oracles
 from common.config import ModelConfig
-from common.oracles import float64
 from common.rollout.page_pool import pages_for
 from common.schedule.schedule import Schedule
 from sparrow_jax import cache as kv_cache
@@ -71,7 +71,7 @@ def test_hidden_gives_the_logits_of_the_oracle(g):
     model, ids = make(g), tokens(2, 23)
     logits = whole(model, ids) @ np.asarray(model.head(jnp.float32)).T
     for b in range(2):
-        close(logits[b], float64.decoder_forward(weights(model), g, ids[b]))
+        close(logits[b], oracles.decoder_forward(weights(model), g, ids[b]))
 
 
 def test_padding_and_remat_change_nothing():
@@ -184,7 +184,7 @@ def test_replay_equals_the_oracle():
     hidden = sparse_hidden(model, ids, 1, [5, 20])
     logits = hidden @ np.asarray(model.head(jnp.float32)).T
     for b, prompt_len in enumerate((5, 20)):
-        want = float64.decoder_forward(
+        want = oracles.decoder_forward(
             weights(model), QWEN, ids[b], prompt_len=prompt_len, budgets=SCHEDULE.budget,
             page_size=PAGE, num_dense_layers=1,
         )  # fmt: skip

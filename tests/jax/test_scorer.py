@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from common import oracles
 from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig
-from common.oracles import float64
 from common.schedule.schedule import DENSE, Schedule
 from common.types import Prompt, Rollout
 from sparrow_jax.engine import Engine
@@ -81,7 +81,7 @@ def logits(schedule=None):
     sparse = {} if schedule is None else {"budgets": schedule.budget, "page_size": PAGE}
     r = example()
     return np.stack([
-        float64.decoder_forward(
+        oracles.decoder_forward(
             arrays, G, tokens, num_dense_layers=1,
             **({**sparse, "prompt_len": int(n)} if sparse else {}),
         )
@@ -92,7 +92,7 @@ def logits(schedule=None):
 def expected(temperature, schedule=None):
     """Log-prob and entropy of the token at t, [B, T], from the oracle's logits; 0 outside."""
     r = example()
-    p = float64.log_softmax(logits(schedule)[:, :-1], temperature)
+    p = oracles.log_softmax(logits(schedule)[:, :-1], temperature)
     logp = np.take_along_axis(p, r.tokens_BT[:, 1:, None], 2)[..., 0]
     entropy = -(np.exp(p) * p).sum(-1)
     return [
@@ -138,7 +138,7 @@ def test_on_policy_the_ratio_of_engine_and_scorer_is_one(temperature):
 
 def test_replay_is_the_overlap_with_the_oracle_of_sparse_decoding():
     got = make().replay(example(), ALL, SPARSE, temperature=0.6)
-    dense, sparse = (float64.log_softmax(logits(s)[:, :-1], 0.6) for s in (None, SPARSE))
+    dense, sparse = (oracles.log_softmax(logits(s)[:, :-1], 0.6) for s in (None, SPARSE))
     alpha = np.pad(np.minimum(np.exp(dense), np.exp(sparse)).sum(-1), ((0, 0), (1, 0)))
     mask = example().response_mask_BT
     np.testing.assert_allclose(got.alpha_BT, np.where(mask, alpha, 1), **CLOSE)

@@ -17,7 +17,7 @@ import torch
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from common.oracles import float64
+from common import oracles
 
 LAYER = 1
 TOLERANCE = 1e-5
@@ -123,7 +123,7 @@ def logical_pages(case: Paged, q_BNH, k_B):
     """Per row, the oracle's [K, J] (J = 0 for an empty row)."""
     K = case.kv_pages.shape[1]
     return [
-        float64.select_pages(q_BNH[b], case.keys[b], k=int(k_B[b]), page_size=case.page_size)
+        oracles.select_pages(q_BNH[b], case.keys[b], k=int(k_B[b]), page_size=case.page_size)
         if case.length_B[b]
         else np.zeros((K, 0), int)
         for b in range(len(case.keys))
@@ -172,10 +172,10 @@ def check_decode(decode, case: Paged, q_BTNH, num_new_B, k_B=None, max_selected=
         if lengths[b] == 0:
             assert (np.asarray(out[b]) == 0).all() and (np.asarray(lse[b]) == -np.inf).all()
             continue
-        visible = float64.pages_to_tokens(listed[b], lengths[b], C)[:, None]
+        visible = oracles.pages_to_tokens(listed[b], lengths[b], C)[:, None]
         position = lengths[b] - n + np.arange(n)
         visible = visible & (np.arange(lengths[b]) <= position[:, None])
-        want, want_lse = float64.attention(q_BTNH[b, :n], case.keys[b], case.values[b], visible)
+        want, want_lse = oracles.attention(q_BTNH[b, :n], case.keys[b], case.values[b], visible)
         close(out[b, :n], want, f"output of row {b}, length {lengths[b]}")
         close(lse[b, :n], want_lse, f"log-sum-exp of row {b}, length {lengths[b]}")
 
@@ -203,7 +203,7 @@ def decode_errors(decode, case: Paged, pool, q, keys, values):
     assert out.dtype == (q.numpy() if isinstance(q, torch.Tensor) else q).dtype
     q = np.asarray(q, np.float32)
     want = [
-        float64.attention(q[b], keys[b], values[b], np.ones((keys[b].shape[1], 1, n), bool))
+        oracles.attention(q[b], keys[b], values[b], np.ones((keys[b].shape[1], 1, n), bool))
         for b, n in enumerate(length)
     ]
     return [
@@ -262,7 +262,7 @@ def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4, policy="me
     """(output [B, T, N, H], visibility per row [K, T, T])."""
     budgets = None if budget_T is None else lambda t: int(budget_T[t])
     masks = [
-        float64.replay_mask(
+        oracles.replay_mask(
             q[b],
             k[b],
             prompt_len=0 if budgets is None else int(prompt_len_B[b]),
@@ -272,7 +272,7 @@ def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4, policy="me
         )
         for b in range(len(q))
     ]
-    out = [float64.attention(q[b], k[b], v[b], masks[b])[0] for b in range(len(q))]
+    out = [oracles.attention(q[b], k[b], v[b], masks[b])[0] for b in range(len(q))]
     return np.stack(out), masks
 
 
@@ -291,7 +291,7 @@ def prefill_gradient_oracle(q, k, v, do, masks):
 
 
 def _prefill_gradient_row(q_TNH, k_SKH, v_SKH, do_TNH, mask_KTS):
-    out, lse = float64.attention(q_TNH, k_SKH, v_SKH, mask_KTS)
+    out, lse = oracles.attention(q_TNH, k_SKH, v_SKH, mask_KTS)
     T, N, H = q_TNH.shape
     K, scale = k_SKH.shape[1], H**-0.5
     q, do, o = (x.reshape(T, K, N // K, H) for x in (q_TNH, do_TNH, out))
@@ -320,7 +320,7 @@ def head_inputs(num=37, vocab=51, width=12, seed=3):
 
 def check_logprob(token_logprob, temperature):
     hidden, _, head, token = head_inputs()
-    want = float64.token_logprob(np.float64(hidden) @ np.float64(head).T, token, temperature)
+    want = oracles.token_logprob(np.float64(hidden) @ np.float64(head).T, token, temperature)
     got = token_logprob(hidden, head, token, temperature=temperature)
     close(got[0], want[0], "log-prob")
     close(got[1], want[1], "entropy")
@@ -330,8 +330,8 @@ def check_overlap(acceptance_overlap, temperature):
     dense, sparse, head, token = head_inputs()
     logits = [np.float64(x) @ np.float64(head).T for x in (dense, sparse)]
     alpha, logp = acceptance_overlap(dense, sparse, head, token, temperature=temperature)
-    close(alpha, float64.acceptance_overlap(*logits, temperature), "alpha")
-    close(logp, float64.token_logprob(logits[1], token, temperature)[0], "log-prob, sparse")
+    close(alpha, oracles.acceptance_overlap(*logits, temperature), "alpha")
+    close(logp, oracles.token_logprob(logits[1], token, temperature)[0], "log-prob, sparse")
 
 
 def check_gradient(grads, f64, args, seed=4, num=3):

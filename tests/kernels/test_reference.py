@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.oracles import float64
+from common import oracles
 from kernels_pallas import reference as in_jax
 from kernels_triton import reference as in_torch
 from tests.kernels import ladder
@@ -153,8 +153,8 @@ def test_prefill_over_2048_tokens(ops):
     got = ops.flash_prefill(q, k, v, budget_T=budgets, prompt_len_B=np.array([1000]), page=64)
     for t in (0, 63, 999, 1000, 1023, 1024, 2047, 2048, 2099):
         budget = 8 if t >= 1000 else None
-        pages = float64.select_pages(q[0, t], k[0, : t + 1], k=budget, page_size=64)
-        want, _ = float64.sparse_decode(q[0, t], k[0, : t + 1], v[0, : t + 1], pages, page_size=64)
+        pages = oracles.select_pages(q[0, t], k[0, : t + 1], k=budget, page_size=64)
+        want, _ = oracles.sparse_decode(q[0, t], k[0, : t + 1], v[0, : t + 1], pages, page_size=64)
         ladder.close(got[0, t], want, f"position {t}")
 
 
@@ -187,7 +187,7 @@ def test_replay_and_decode_choose_the_same_pages(data):
         for i in range(QUERIES):
             n = num_pages[i]
             # one token per page, q = 1: the landmark is the score itself
-            want = float64.select_pages(
+            want = oracles.select_pages(
                 np.ones((HEADS, 1)), scores[i].T[:n, :, None], k=int(k[i]), page_size=1
             )
             assert count[i] == want.shape[1]
@@ -221,13 +221,13 @@ def test_sums_over_a_real_vocabulary_lose_nothing(ops):
     hidden, other = rng.standard_normal((2, 8, 16), np.float32)
     head, token = rng.standard_normal((151_936, 16), np.float32) / 2, np.arange(8)
     logits = [np.float64(x) @ np.float64(head).T for x in (hidden, other)]
-    want = float64.token_logprob(logits[0], token)
+    want = oracles.token_logprob(logits[0], token)
     token_logprob, acceptance_overlap = head_operations(ops)
     got = token_logprob(hidden, head, token)
     np.testing.assert_allclose(got[0], want[0], atol=5e-6)
     np.testing.assert_allclose(got[1], want[1], atol=2e-5)
     alpha, _ = acceptance_overlap(hidden, other, head, token)
-    np.testing.assert_allclose(alpha, float64.acceptance_overlap(*logits), atol=5e-6)
+    np.testing.assert_allclose(alpha, oracles.acceptance_overlap(*logits), atol=5e-6)
 
 
 def test_overlap_of_equal_hidden_states_is_one(ops):
@@ -254,7 +254,7 @@ def test_gradient_of_prefill(ops, sparse):
         return ops.module.flash_prefill(q, k, v, page=4, chunk=16, **constants)
 
     def f64(q, k, v):
-        rows = [float64.attention(q[b], k[b], v[b], masks[b])[0] for b in range(2)]
+        rows = [oracles.attention(q[b], k[b], v[b], masks[b])[0] for b in range(2)]
         return np.sum(np.stack(rows) * weight)
 
     ladder.check_gradient(ops.gradients(f, [q, k, v], [weight]), f64, [q, k, v])
@@ -269,7 +269,7 @@ def test_gradient_of_log_prob_and_entropy(ops, monkeypatch):
         return ops.module.token_logprob(hidden, head, arrays(ops, token), temperature=0.7)
 
     def f64(hidden, head):
-        return np.sum(float64.token_logprob(hidden @ head.T, token, 0.7) * weights)
+        return np.sum(oracles.token_logprob(hidden @ head.T, token, 0.7) * weights)
 
     ladder.check_gradient(ops.gradients(f, [hidden, head], weights), f64, [hidden, head])
 
@@ -283,8 +283,8 @@ def test_gradient_of_acceptance(ops):
 
     def f64(dense, sparse, head):
         logits = dense @ head.T, sparse @ head.T
-        logp, _ = float64.token_logprob(logits[1], token, 0.7)
-        return np.sum(np.stack([float64.acceptance_overlap(*logits, 0.7), logp]) * weights)
+        logp, _ = oracles.token_logprob(logits[1], token, 0.7)
+        return np.sum(np.stack([oracles.acceptance_overlap(*logits, 0.7), logp]) * weights)
 
     args = [dense, sparse, head]
     ladder.check_gradient(ops.gradients(f, args, weights), f64, args)

@@ -7,7 +7,7 @@ divides.
 import numpy as np
 import pytest
 
-from common.oracles import float64
+from common import oracles
 from tests.kernels import ladder
 from tests.kernels.packages import BOTH, EAGER, PALLAS, TRITON
 
@@ -36,7 +36,7 @@ def check_large_logits(token_logprob):
     """Logits of +-3,000 neither overflow nor leave NaN; the entropy of a sure token is 0."""
     hidden, _, head, token = ladder.head_inputs()
     head = head * 400
-    want = float64.token_logprob(np.float64(hidden) @ np.float64(head).T, token)
+    want = oracles.token_logprob(np.float64(hidden) @ np.float64(head).T, token)
     got = token_logprob(hidden, head, token, temperature=1.0)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=2e-3)
     np.testing.assert_allclose(got[1], want[1], atol=2e-3)
@@ -65,7 +65,7 @@ def check_gradient(package):
     )
 
     def f64(hidden, head):
-        return np.sum(float64.token_logprob(hidden @ head.T, token, 0.7) * weights)
+        return np.sum(oracles.token_logprob(hidden @ head.T, token, 0.7) * weights)
 
     ladder.check_gradient(gradients, f64, [hidden, head])
 
@@ -81,16 +81,16 @@ def test_two_bytes_against_float64_on_the_rounded_inputs(package, dtype, limit):
     dense64, sparse64 = hidden @ head.T, sparse @ head.T
     overlap = kernel(package, "acceptance_overlap")
     alpha, logp = overlap(*states, package.array(token), temperature=0.7)
-    ladder.close(alpha, float64.acceptance_overlap(dense64, sparse64, 0.7))
-    ladder.close(logp, float64.token_logprob(sparse64, token, 0.7)[0])
+    ladder.close(alpha, oracles.acceptance_overlap(dense64, sparse64, 0.7))
+    ladder.close(logp, oracles.token_logprob(sparse64, token, 0.7)[0])
     a, b = np.random.default_rng(6).normal(size=(2, len(token))).astype(np.float32)
     got, gradients = package.vjp(
         "token_logprob", [states[0], states[2]], (a, b), token_X=token, temperature=0.7
     )
-    want = float64.token_logprob(dense64, token, 0.7)
+    want = oracles.token_logprob(dense64, token, 0.7)
     for x, exact in zip(got, want, strict=True):
         ladder.close(x, exact)
-    p = np.exp(float64.log_softmax(dense64, 0.7))
+    p = np.exp(oracles.log_softmax(dense64, 0.7))
     d = a[:, None] * (np.eye(len(head))[token] - p)
     d = (d - b[:, None] * p * (np.log(p) + want[1][:, None])) / 0.7
     for grad, exact in zip(gradients, (d @ head, d.T @ hidden), strict=True):

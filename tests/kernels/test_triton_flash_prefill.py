@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.oracles import float64
+from common import oracles
 from tests.kernels import ladder
 from tests.kernels.packages import TRITON
 from tests.kernels.test_flash_prefill import (  # noqa: F401
@@ -34,7 +34,7 @@ def test_log_sum_exp(sparse):
     tensors, tuning = map(torch.from_numpy, (q, k, v)), TRITON.small["flash_prefill"][0]
     lse_BNT = module._forward(*tensors, words, 4 * sparse, tuning)[1]
     masks = ladder.prefill_oracle(q, k, v, *kinds(sparse))[1]
-    ladder.close(lse_BNT[0].T, float64.attention(q[0], k[0], v[0], masks[0])[1])
+    ladder.close(lse_BNT[0].T, oracles.attention(q[0], k[0], v[0], masks[0])[1])
 
 
 @pytest.mark.parametrize("page", [1, 4, 16, 32])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.oracles import float64
+from common import oracles
 from tests.kernels import ladder
 from tests.kernels.packages import TRITON
 from tests.kernels.test_token_logprob import (  # noqa: F401
@@ -31,11 +31,11 @@ def test_sizes(tokens, vocab, width, parts):
     tuning = SMALL._replace(parts=parts)
     logits, other64 = (np.float64(x) @ np.float64(head).T for x in (hidden, other))
     got = kernel(TRITON, tuning=tuning)(hidden, head, token)
-    for a, b in zip(got, float64.token_logprob(logits, token), strict=True):
+    for a, b in zip(got, oracles.token_logprob(logits, token), strict=True):
         ladder.close(a, b)
     overlap = kernel(TRITON, "acceptance_overlap", tuning=tuning)
     alpha, _ = overlap(hidden, other, head, token)
-    ladder.close(alpha, float64.acceptance_overlap(logits, other64))
+    ladder.close(alpha, oracles.acceptance_overlap(logits, other64))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 37 * 4 * 32])
@@ -48,7 +48,7 @@ def test_gradient_in_chunks(chunk_bytes, monkeypatch):
 def test_only_the_gradients_that_are_needed():
     """Of the log-prob alone, of one argument alone; rows of any distance, gradients expanded."""
     hidden, _, head, token = ladder.head_inputs(num=5)
-    d = np.eye(len(head))[token] - np.exp(float64.log_softmax(np.float64(hidden) @ head.T))
+    d = np.eye(len(head))[token] - np.exp(oracles.log_softmax(np.float64(hidden) @ head.T))
     want = d @ head, d.T @ hidden
     spread = torch.full((5, 40), torch.nan)
     spread[:, 8:20] = torch.from_numpy(hidden)

@@ -5,10 +5,9 @@ import functools
 import numpy as np
 import pytest
 
+from common import oracles
 from common.cli import command_line
-from common.mismatch import acceptance
-from common.oracles import float64
-from common.schedule import policies
+from common.profile import text_profile
 from common.schedule.profile_file import load_profile
 from kernels_pallas import reference
 from sparrow_jax import backend as in_jax
@@ -46,28 +45,28 @@ def logits(policy=None):
     """[B, T, V] of the oracle; policy None = dense."""
     sparse = {}
     if policy:
-        budget_T = policies.equal_bytes(policy, FEW, PAGE)
+        budget_T = text_profile.equal_bytes(policy, FEW, PAGE)
         sparse = {"prompt_len": 0, "budgets": lambda t: int(budget_T[t]), "policy": policy}
     how = {"page_size": PAGE, "num_dense_layers": 1, **sparse}
     weights = tiny_model.oracle_weights()
-    return np.stack([float64.decoder_forward(weights, G, row, **how) for row in TOKENS])
+    return np.stack([oracles.decoder_forward(weights, G, row, **how) for row in TOKENS])
 
 
 def of_oracle(policy, temperature=0.8):
     """alpha and sparse log-prob of the token at t, [B, T]; 1 and 0 at t = 0."""
     before = [x[:, :-1].reshape(-1, G.vocab_size) for x in (logits(), logits(policy))]
-    alpha = float64.acceptance_overlap(*before, temperature)
-    logp, _ = float64.token_logprob(before[1], TOKENS[:, 1:].reshape(-1), temperature)
+    alpha = oracles.acceptance_overlap(*before, temperature)
+    logp, _ = oracles.token_logprob(before[1], TOKENS[:, 1:].reshape(-1), temperature)
     first = ((0, 0), (1, 0))
     alpha = np.pad(alpha.reshape(B, -1), first, constant_values=1)
     return alpha, np.pad(logp.reshape(B, -1), first)
 
 
-@pytest.mark.parametrize("policy", policies.VECTORS)
+@pytest.mark.parametrize("policy", text_profile.VECTORS)
 def test_alpha_is_that_of_the_oracle_in_both_backends(scorers, policy):
     alpha, logp = of_oracle(policy)
     assert alpha.min() < 0.9, "the budget must make a difference"
-    budget = policies.equal_bytes(policy, FEW, PAGE)
+    budget = text_profile.equal_bytes(policy, FEW, PAGE)
     found = {}
     for name, scorer in scorers.items():
         (got,) = overlaps(scorer, [budget], policy=policy)
@@ -80,12 +79,12 @@ def test_alpha_is_that_of_the_oracle_in_both_backends(scorers, policy):
 
 
 def test_policies_differ(scorers):
-    alphas = [of_oracle(policy)[0] for policy in policies.VECTORS]
+    alphas = [of_oracle(policy)[0] for policy in text_profile.VECTORS]
     for i, alpha in enumerate(alphas):
         assert all(np.abs(alpha - other).max() > 1e-2 for other in alphas[:i])
 
 
-@pytest.mark.parametrize("policy", policies.VECTORS)
+@pytest.mark.parametrize("policy", text_profile.VECTORS)
 def test_all_pages_give_alpha_1_at_every_position(scorers, policy):
     exactly = np.full(T, -(-T // PAGE) - 3, np.int32)  # with the 3 reserved pages: all
     for scorer in scorers.values():
@@ -130,12 +129,12 @@ def test_temperature_and_prompt_are_followed(scorers):
 @pytest.mark.parametrize("top", [1, 20])
 def test_estimate_is_that_of_the_lists_and_a_lower_bound(scorers, top):
     dense, sparse = (
-        float64.log_softmax(x[:, :-1], 0.8).reshape(-1, G.vocab_size)
+        oracles.log_softmax(x[:, :-1], 0.8).reshape(-1, G.vocab_size)
         for x in (logits(), logits("mean"))
     )
     ids = [np.argsort(-x, axis=1)[:, :top] for x in (dense, sparse)]
     lists = [np.take_along_axis(x, i, 1) for x, i in zip((dense, sparse), ids, strict=True)]
-    want = acceptance.topk_estimate(lists[0], ids[0], lists[1], ids[1]).reshape(B, -1)
+    want = oracles.topk_estimate(lists[0], ids[0], lists[1], ids[1]).reshape(B, -1)
     for scorer in scorers.values():
         (got,) = overlaps(scorer, [FEW], top=top)
         np.testing.assert_allclose(got.estimate_BT[:, 1:], want, atol=1e-5)

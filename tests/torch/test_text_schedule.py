@@ -12,9 +12,9 @@ import signal
 import numpy as np
 import pytest
 
+from common import oracles
 from common.cli import command_line
 from common.mismatch import acceptance
-from common.oracles import float64
 from common.profile import schedule_check
 from common.schedule.profile_file import load_profile
 from common.schedule.schedule import DENSE, Schedule
@@ -110,10 +110,10 @@ def of_oracle(num_dense):
     ids = tiny_model.tokens(1, 130)[0, :T]
     how = {"page_size": PAGE, "num_dense_layers": num_dense}
     weights = tiny_model.oracle_weights()
-    dense = float64.decoder_forward(weights, G, ids, **how)
+    dense = oracles.decoder_forward(weights, G, ids, **how)
     how |= {"prompt_len": 0, "budgets": lambda t: GROWS[t // BIN]}
-    sparse = float64.decoder_forward(weights, G, ids, **how)
-    alpha = np.pad(float64.acceptance_overlap(dense[:-1], sparse[:-1], 1.0), (1, 0))[None]
+    sparse = oracles.decoder_forward(weights, G, ids, **how)
+    alpha = np.pad(oracles.acceptance_overlap(dense[:-1], sparse[:-1], 1.0), (1, 0))[None]
     mask = np.arange(T)[None] > 0
     return acceptance.statistics(
         np.clip(alpha, 0, 1), mask, np.zeros(1), bin_tokens=BIN, min_tokens=15, block_tokens=64

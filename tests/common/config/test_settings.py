@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from common import oracles
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig, settings
 from common.config.fields import check_within
 from common.objective import grpo
@@ -114,7 +115,7 @@ def test_random_settings_are_refused_or_keep_the_objective_finite():
             zip(("clip_low", "clip_high", "kl_coef", "dual_clip"), c.loss_numbers, strict=True)
         )
         for A in (-3.0, 3.0):
-            grad = grpo.policy_loss_grad(
+            grad = oracles.policy_loss_grad(
                 np.log(rho), 0 * rho, A, np.float32(c.correction_cap), rho > 0,
                 logp_ref_BT=-np.log(rho), **numbers,
             )  # fmt: skip

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.mismatch import acceptance
-from common.oracles import float64
 
 OPTIONS = {"bin_tokens": 4, "min_tokens": 1}
 
@@ -162,31 +161,6 @@ def test_verdict_needs_every_judged_bin():
     assert none.meets is None and none.worst is None and none.unjudged == (3,)
     with pytest.raises(ValueError, match="quantile"):
         acceptance.tail(stats, 0.1)
-
-
-def test_topk_estimate_by_hand_and_as_a_lower_bound():
-    # dense {1: .6, 2: .3}, sparse {2: .5, 3: .4}: only token 2 is in both: min(.3, .5)
-    got = acceptance.topk_estimate(
-        np.log([[0.6, 0.3]]), np.array([[1, 2]]), np.log([[0.5, 0.4]]), np.array([[2, 3]])
-    )
-    np.testing.assert_allclose(got, [0.3])
-    rng = np.random.default_rng(0)
-    dense = rng.normal(0, 2, (30, 40))
-    sparse = dense + rng.normal(0, 0.5, (30, 40))
-    alpha = float64.acceptance_overlap(dense, sparse)
-    logp_dense, logp_sparse = float64.log_softmax(dense), float64.log_softmax(sparse)
-    previous = np.zeros(30)
-    for top in (1, 5, 20, 40):
-        ids_d, ids_s = (np.argsort(-x, axis=1)[:, :top] for x in (dense, sparse))
-        got = acceptance.topk_estimate(
-            np.take_along_axis(logp_dense, ids_d, 1),
-            ids_d,
-            np.take_along_axis(logp_sparse, ids_s, 1),
-            ids_s,
-        )
-        assert (previous <= got + 1e-12).all() and (got <= alpha + 1e-12).all()
-        previous = got
-    np.testing.assert_allclose(got, alpha, rtol=1e-12)  # all tokens listed: exact
 
 
 def in_blocks(values, block, **more):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import oracles
 from common.objective import batching, grpo
 from common.objective.grpo import Advantages
 from common.types import Prompt, Rollout, Scored
@@ -82,7 +83,7 @@ def gradients(batch, kl_coef=0.0):
     for minibatch, denominator in zip(batch.minibatches, batch.denominators, strict=True):
         grads = {}
         for m in minibatch:
-            grad = grpo.policy_loss_grad(
+            grad = oracles.policy_loss_grad(
                 new_logp(m.tokens_BT), m.logp_old_BT, m.advantage_BT, m.weight_BT, m.loss_mask_BT,
                 kl_coef=kl_coef, logp_ref_BT=m.logp_ref_BT, **CLIP,
             )  # fmt: skip
@@ -94,7 +95,7 @@ def gradients(batch, kl_coef=0.0):
 
 
 def unsplit_gradient(rollout, scored, advantages, weight, **kl):
-    grad = grpo.policy_loss_grad(
+    grad = oracles.policy_loss_grad(
         new_logp(rollout.tokens_BT), scored.logp_dense_BT, advantages.advantage_B[:, None], weight,
         rollout.response_mask_BT, **kl, **CLIP,
     )  # fmt: skip
@@ -328,7 +329,7 @@ def test_aggregations_by_hand_and_whatever_the_split(tokens):
         assert batch.num_tokens == 7
         got = {}
         for m in batch.minibatches[0]:
-            grad = grpo.policy_loss_grad(
+            grad = oracles.policy_loss_grad(
                 m.logp_old_BT, m.logp_old_BT, m.advantage_BT, m.weight_BT, m.loss_mask_BT,
                 scale_BT=m.scale_BT, **CLIP,
             )  # fmt: skip

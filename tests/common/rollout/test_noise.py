@@ -151,21 +151,6 @@ def test_uniform_passes_chi_square_over_positions_and_over_the_vocabulary():
     assert abs(np.corrcoef(over_rows[:, 0], over_rows[:, 1])[0, 1]) < 0.03  # two words of one pair
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
-def test_gumbel_max_frequencies_match_softmax(temperature):
-    logits = np.array([1.0, 0.0, -1.0, 2.0, -3.0], np.float32)
-    rows = 40_000
-    bits = noise.token_bits(
-        noise.row_key(5, np.arange(rows), np.arange(rows) % 8), 33, np.arange(5)
-    )
-    ids = noise.gumbel_argmax(np.broadcast_to(logits, (rows, 5)), bits, temperature)
-    p = np.exp(logits.astype(np.float64) / temperature)
-    expected = p / p.sum() * rows
-    assert stats.chisquare(np.bincount(ids, minlength=5), expected).pvalue > 1e-3
-    with pytest.raises(ValueError, match="temperature"):
-        noise.gumbel_argmax(logits, bits, 0.0)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**40))
 def test_fold_in_nests_and_separates(seed, a, b):
