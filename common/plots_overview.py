@@ -294,7 +294,9 @@ def study_figure(
         if below:
             axes = figure.all_axes[1]
             figure.unit("5th percentile of alpha, worst length bin of a step", axes)
-            figure.end_labels(_arms(axes, below, labels, colors, marker=None), axes)
+            ends = _arms(axes, below, labels, colors, marker=None)
+            axes.set_ylim(0, 1.03)  # an interval over seeds does not know that alpha is at most 1
+            figure.end_labels(ends, axes)
     return figure.svg
 
 
