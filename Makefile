@@ -105,7 +105,7 @@ perturbed-%: $(VENV)/.test
 
 test-perturbed: perturbed-sse perturbed-avx2 perturbed-avx512 ## both backends' tests, rounded in other ways, resumable, time not measured (-k: all three, failed or not)
 
-study: $(VENV)/.base ## dense, fixed and scheduled with 6 seeds, resumable (time not measured)
+study: $(VENV)/.base ## dense, fixed and scheduled with 6 seeds, resumable, about 45 minutes
 	$(SPARROW) study --config=$(CONFIG) --seeds=6 --out=$(STUDY)
 
 $(SMOLLM2)/prompts.jsonl: $(VENV)/.base sparrow_torch/smollm2.py

@@ -156,7 +156,8 @@ def announce(parts: Parts, run: RunDir, step: int) -> None:
         )
     text = "dense" if schedule is None else schedule.describe()
     facts = ", ".join(f"{k} {v}" for k, v in parts.backend.description.items())
-    print(f"{run.path}: {facts}; rollout {text}" + (f"; goes on at step {step}" if step else ""))
+    left = f"; goes on at step {step}" if step < parts.config.num_steps else "; is finished"
+    print(f"{run.path}: {facts}; rollout {text}" + (left if step else ""))
     atomic_write_text(path, json.dumps(record, indent=1) + "\n")
 
 

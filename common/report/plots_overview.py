@@ -262,41 +262,66 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
+Seeds = Sequence[Sequence[tuple[int, float]]]
+"""One list of (step, value) per seed."""
+
+
 def study_figure(
-    arms: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
+    rewards: Mapping[str, Seeds],
+    tails: Mapping[str, Seeds],
     *,
     title: str = "Held-out reward",
-    ylabel: str = "mean over seeds with 95 % interval; thin: single seeds",
 ) -> str | None:
-    """Arms of a study: mean over seeds with its 95 % interval (Student's t), seeds thin.
+    """Arms of a study: reward, and below it the tail of alpha, each mean over seeds and seeds thin.
 
-    arms: name -> one list of (step, value) per seed. Steps that only some seeds have reached are
-    drawn thin but do not enter the mean.
+    rewards, tails: arm -> its seeds. An arm without alpha (dense) has no tail. Bands are 95 %
+    intervals over seeds (Student's t). Steps that only some seeds have reached are drawn thin but
+    do not enter the mean. None if there is no reward.
     """
-    arms = {name: [seed for seed in seeds if seed] for name, seeds in arms.items()}
-    arms = {name: seeds for name, seeds in arms.items() if seeds}
-    if not arms:
+    rewards = {name: [s for s in seeds if s] for name, seeds in rewards.items()}
+    rewards = {name: seeds for name, seeds in rewards.items() if seeds}
+    if not rewards:
         return None
-    labels = {name: f"{short(name, 20)} (n={len(seeds)})" for name, seeds in arms.items()}
-    size = (640, 380)
-    with plots.Canvas(title, labels=list(labels.values()), size=size) as figure:
-        ends, all_steps = [], []
-        for i, (name, seeds) in enumerate(arms.items()):
-            color = color_of(i)
-            for seed in seeds:
-                figure.axes.plot(*zip(*seed, strict=True), color=color, linewidth=0.7, alpha=0.45)
-                all_steps += [step for step, _ in seed]
-            steps = sorted(set.intersection(*({step for step, _ in seed} for seed in seeds)))
-            end = seeds[0][-1][1]
-            if steps:
-                table = [[dict(seed)[step] for seed in seeds] for step in steps]
-                mean, low, high = zip(*(mean_interval(row) for row in table), strict=True)
-                figure.axes.plot(steps, mean, color=color, marker="o", markersize=4.5)
-                if len(seeds) > 1:
-                    figure.axes.fill_between(steps, low, high, color=color, alpha=0.16, lw=0)
-                end = mean[-1]
-            ends.append((end, labels[name], color))
-        plots.step_axis(figure.axes, np.array(all_steps, float))
-        figure.unit(ylabel)
-        figure.end_labels(ends)
+    colors = {name: color_of(i) for i, name in enumerate(rewards)}
+    labels = {name: f"{short(name, 20)} (n={len(seeds)})" for name, seeds in rewards.items()}
+    below = {name: [s for s in tails.get(name, ()) if s] for name in rewards}
+    below = {name: seeds for name, seeds in below.items() if seeds}
+    rows = (1.0, 0.7) if below else (1.0,)
+    size = (640, 560 if below else 380)
+    with plots.Canvas(title, labels=list(labels.values()), size=size, rows=rows) as figure:
+        figure.unit("mean over seeds with 95 % interval; thin: single seeds")
+        figure.end_labels(_arms(figure.axes, rewards, labels, colors))
+        if below:
+            axes = figure.all_axes[1]
+            figure.unit("5th percentile of alpha, worst length bin of a step", axes)
+            ends = _arms(axes, below, labels, colors, marker=None)
+            axes.set_ylim(0, 1.03)  # an interval over seeds does not know that alpha is at most 1
+            figure.end_labels(ends, axes)
     return figure.svg
+
+
+def _arms(
+    axes: Any,
+    arms: Mapping[str, Seeds],
+    labels: Mapping[str, str],
+    colors: Mapping[str, str],
+    marker: str | None = "o",
+) -> list[tuple[float, str, str]]:
+    """Draw every arm; returns (last value, label, colour) of each."""
+    ends, all_steps = [], []
+    for name, seeds in arms.items():
+        for seed in seeds:
+            axes.plot(*zip(*seed, strict=True), color=colors[name], linewidth=0.7, alpha=0.45)
+            all_steps += [step for step, _ in seed]
+        steps = sorted(set.intersection(*({step for step, _ in seed} for seed in seeds)))
+        end = seeds[0][-1][1]
+        if steps:
+            table = [[dict(seed)[step] for seed in seeds] for step in steps]
+            mean, low, high = zip(*(mean_interval(row) for row in table), strict=True)
+            axes.plot(steps, mean, color=colors[name], marker=marker, markersize=4.5)
+            if len(seeds) > 1:
+                axes.fill_between(steps, low, high, color=colors[name], alpha=0.16, lw=0)
+            end = mean[-1]
+        ends.append((end, labels[name], colors[name]))
+    plots.step_axis(axes, np.array(all_steps, float))
+    return ends

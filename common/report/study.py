@@ -29,6 +29,7 @@ from common.records.progress import format_seconds
 from common.records.run_dir import atomic_write_text
 from common.report import plots, plots_overview
 
+REWARDS = ("start", "end", "train_reward")
 SEED_KEYS = ("model.init_seed", "warmup.seed", "task.seed", "rollout.seed")
 
 
@@ -51,8 +52,12 @@ def run_study(config_file: str, out: Path, *, seeds: int, fixed: str, jobs: int)
     result = summarise(out, list(arms), seeds)
     text = json.dumps(_with_null(result), indent=1, allow_nan=False)
     atomic_write_text(out / "study.json", text + "\n")
-    curves = {arm: [curve(out / f"seed{s}" / folder(arm)) for s in range(seeds)] for arm in arms}
-    figure = plots_overview.study_figure(curves, title="Held-out reward, dense decoding")
+    runs = {arm: [out / f"seed{s}" / folder(arm) for s in range(seeds)] for arm in arms}
+    figure = plots_overview.study_figure(
+        {arm: [curve(run) for run in paths] for arm, paths in runs.items()},
+        {arm: [tail(run) for run in paths] for arm, paths in runs.items()},
+        title="Held-out reward, dense decoding",
+    )
     if figure:
         plots.save(figure, out / "study.svg")
     print_table(result)
@@ -161,6 +166,13 @@ def curve(run: Path) -> list[tuple[int, float]]:
     return points + [(r["step"] + 1, r["eval/reward"]) for r in records if "eval/reward" in r]
 
 
+def tail(run: Path) -> list[tuple[int, float]]:
+    """(updates done, smallest 5th percentile of alpha over the length bins); empty if dense."""
+    name = "mismatch/p5_min"
+    records = metrics.read_metrics(run)
+    return [(r["step"] + 1, r[name]) for r in records if r.get(name) is not None]
+
+
 def summarise(out: Path, arms: Sequence[str], seeds: int) -> dict[str, Any]:
     """Per arm: rewards, pages read, worst tails, speed; and paired differences to dense."""
     table = {}
@@ -178,6 +190,7 @@ def summarise(out: Path, arms: Sequence[str], seeds: int) -> dict[str, Any]:
             "p1_min": [_mean(r, "mismatch/p1_min") for r in runs],
             "alpha_mean": [_mean(r, "mismatch/mean") for r in runs],
             "abs_diff": [_mean(r, "mismatch/abs_diff") for r in runs],
+            "steps_with_alarm": [float(np.mean([bool(x["alarms"]) for x in r])) for r in runs],
             "rollout_tokens_per_second": [
                 _mean(r[1:], "throughput/rollout_tokens_per_second") for r in runs
             ],
@@ -210,7 +223,7 @@ def print_table(result: dict[str, Any]) -> None:
     print(f"{result['seeds']} seeds, mean [95 % interval over seeds]")
     for arm, rows in result["arms"].items():
         cells = []
-        for key in ("start", "end", "train_reward", "share_of_pages", "p5_min", "p1_min"):
+        for key in (*REWARDS, "share_of_pages", "p5_min", "p1_min", "steps_with_alarm"):
             mean, low, high = plots_overview.mean_interval(rows[key])
             if math.isnan(mean):  # dense runs have no alpha
                 continue

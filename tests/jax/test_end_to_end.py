@@ -180,9 +180,10 @@ def test_report_and_evaluation_of_the_run(at_home, capsys):
     assert scheduled.startswith("scheduled T = 1: avg@1 0.")
 
 
-def test_a_finished_command_repeated_changes_nothing(at_home):
+def test_a_finished_command_repeated_changes_nothing(at_home, capsys):
     before = (at_home / "whole" / "metrics.jsonl").read_bytes()
     sparrow(f"{TRAIN} --run=whole")
+    assert "; is finished\n" in capsys.readouterr().out
     sparrow("warmup --config=tiny.py --run=start")
     assert (at_home / "whole" / "metrics.jsonl").read_bytes() == before
     same_as_whole(at_home, "whole")

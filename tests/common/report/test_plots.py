@@ -45,7 +45,7 @@ def test_nothing_to_draw_gives_none():
     assert plots.schedule_steps([empty]) is None
     assert plots_overview.stage_times([empty]) is None
     assert plots_overview.throughput([empty]) is None
-    assert plots_overview.study_figure({"a": [[]]}) is None
+    assert plots_overview.study_figure({"a": [[]]}, {}) is None
 
 
 def test_series_skips_what_is_no_finite_number():
@@ -198,8 +198,17 @@ def test_mean_interval_by_hand():
 
 def test_study_counts_seeds_and_takes_common_steps():
     arms = {"dense": [[(0, 0.3), (10, 0.7)], [(0, 0.35)]], "k=8": [[(0, 0.3), (10, 0.5)]]}
-    svg = plots_overview.study_figure(arms)
+    svg = plots_overview.study_figure(arms, {"dense": [[], []], "k=8": [[]]})
     assert {"dense (n=2)", "k=8 (n=1)"} <= set(words(svg))
+    assert not any("alpha" in word for word in words(svg))
+
+
+def test_study_shows_the_tail_of_the_arms_that_have_one():
+    arms = {"dense": [[(0, 0.3), (2, 0.7)]], "k=8": [[(0, 0.3), (2, 0.5)]]}
+    svg = plots_overview.study_figure(arms, {"dense": [[]], "k=8": [[(1, 0.9), (2, 0.8)]]})
+    found = words(svg)
+    assert "5th percentile of alpha, worst length bin of a step" in found
+    assert found.count("k=8 (n=1)") == 2 and found.count("dense (n=1)") == 1
 
 
 def test_budgets_by_step_draws_bins_that_moved():

@@ -26,7 +26,7 @@ def write_run(folder, rewards, sparse):
     records = []
     for step in range(4):
         record = {
-            "step": step, "bins": [], "alarms": [],
+            "step": step, "bins": [], "alarms": ["p5"] if sparse and step else [],
             "rollout/share_of_pages": 0.25 if sparse else 1.0,
             "reward/mean": 0.1 * (step + 1),  # 0.1, 0.2, 0.3, 0.4
             "reward/groups_with_signal": 0.5,
@@ -62,6 +62,11 @@ def test_curve_starts_with_the_start_policy_and_counts_updates(out):
     assert study.curve(out / "nowhere") == []
 
 
+def test_tail_of_a_run_leaves_out_steps_without_alpha(out):
+    assert study.tail(out / "seed1" / "scheduled") == [(2, 0.8), (3, 0.8), (4, 0.8)]
+    assert study.tail(out / "seed1" / "dense") == []
+
+
 def test_table_by_hand(out):
     table = study.summarise(out, ARMS, 3)["arms"]
     assert table["dense"]["start"] == [0.2, 0.1, 0.3]
@@ -72,6 +77,8 @@ def test_table_by_hand(out):
     assert table["scheduled"]["train_reward"] == pytest.approx([0.25] * 3)
     # 0.8 in the three steps that have a value; the null of step 0 is left out
     assert table["scheduled"]["p5_min"] == pytest.approx([0.8] * 3)
+    assert table["scheduled"]["steps_with_alarm"] == [0.75] * 3  # three of four steps
+    assert table["dense"]["steps_with_alarm"] == [0.0] * 3
     # (0 + 0.02 + 0.04 + 0.06) / 4 = 0.03
     assert table["dense"]["abs_diff"] == pytest.approx([0.03] * 3)
     # the first step compiles and is left out: (100 + 200 + 300) / 3 = 200
