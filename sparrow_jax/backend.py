@@ -17,6 +17,8 @@ from common.config import Config, ModelConfig
 from common.errors import UserError
 from common.protocols import Backend
 from kernels_pallas.ops import Ops, resolve
+from kernels_pallas.sparse_decode import MIN_LINES
+from kernels_pallas.tuning import LANES
 from sparrow_jax import hf, sharding
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
@@ -94,7 +96,7 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
     if config.model.path:
         geometry, params = hf.load(Path(config.model.path))
         if geometry.vocab_size < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"model.path={config.model.path!r} has {geometry.vocab_size} tokens, "
                 f"the task needs {vocab_size}"
             )
@@ -118,9 +120,26 @@ def _ops(config: Config, geometry: ModelConfig) -> Ops:
     foreign = config.rollout.engine != "jax" and config.attention == "kernel"
     attention = "auto" if foreign else config.attention
     try:
-        return resolve(attention, where[0], head_dim=geometry.head_dim, num_devices=where[1])
+        ops = resolve(attention, where[0], head_dim=geometry.head_dim, num_devices=where[1])
     except ValueError as error:
         raise UserError(f"config.{error}") from error
+    if ops.name == "kernel":
+        check_page(config.rollout.page_size, geometry.head_dim)
+    return ops
+
+
+def check_page(page_size: int, head_dim: int) -> None:
+    """UserError for pages that the Pallas kernels cannot read.
+
+    Decode copies keys and values of a page as whole tiles of HBM; replay cuts its blocks of keys,
+    which are powers of 2 of at least 128 tokens, into whole pages.
+    """
+    least = MIN_LINES * LANES // head_dim
+    if not least <= page_size <= LANES or page_size & (page_size - 1):
+        raise UserError(
+            f"rollout.page_size={page_size}: expected a power of 2 from {least} to {LANES} for "
+            f"kernels with heads of {head_dim}; change it, or set attention=reference"
+        )
 
 
 def compute_dtype(name: str):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.config import ModelConfig
+from common.errors import UserError
 
 FAST_PAIRS = 3
 SLOW_FROM = 6
@@ -24,10 +25,10 @@ SMALL = 0.1
 
 
 def check(g: ModelConfig) -> None:
-    """ValueError unless the geometry has room for the circuit."""
+    """UserError unless the geometry has room for the circuit."""
     ok = g.num_layers >= 2 and g.hidden_size > 2 * g.head_dim and g.head_dim >= 2 * SLOW_FROM
     if not ok or g.embed_offset == 0:
-        raise ValueError(
+        raise UserError(
             f"induction_init with num_layers={g.num_layers}, hidden_size={g.hidden_size}, "
             f"head_dim={g.head_dim}, embed_offset={g.embed_offset}: expected 2 layers, "
             f"head_dim >= {2 * SLOW_FROM}, hidden_size > 2 head_dim, embed_offset > 0"

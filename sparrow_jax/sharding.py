@@ -6,6 +6,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from common.errors import UserError
 from sparrow_jax.model import PARTITION
 
 BATCH = P(("data", "fsdp"))
@@ -15,7 +16,7 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
     """Mesh of the first data x fsdp x tensor devices."""
     needed, have = shape[0] * shape[1] * shape[2], len(jax.devices())
     if needed > have:
-        raise ValueError(f"learner.mesh={shape} needs {needed} devices, this process sees {have}")
+        raise UserError(f"learner.mesh={shape} needs {needed} devices, this process sees {have}")
     names = ("data", "fsdp", "tensor")
     devices = jax.devices()[:needed]
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 3, devices=devices)
@@ -24,14 +25,14 @@ def make_mesh(shape: tuple[int, int, int]) -> Mesh:
 def shard_params(params, mesh: Mesh):
     """Place every parameter by its entry of PARTITION (matched by its own name).
 
-    ValueError if an axis of the mesh does not divide what is to be split over it.
+    UserError if an axis of the mesh does not divide what is to be split over it.
     """
 
     def place(path, value):
         spec = partition(path)
         for size, axis in zip(value.shape, spec, strict=False):
             if axis and size % mesh.shape[axis]:
-                raise ValueError(
+                raise UserError(
                     f"learner.mesh={tuple(mesh.shape.values())}: cannot split {size} of "
                     f"{_parameter(path)} {list(value.shape)} over {axis}={mesh.shape[axis]}; "
                     f"expected a {axis} that divides it"

@@ -19,10 +19,10 @@ from typing import Any
 
 from absl import flags
 
-from common.cli.command_types import Arguments, Command
-from common.cli.commands import COMMANDS
+from common.cli.command_runs import Arguments
+from common.cli.commands import COMMANDS, Command
 from common.config import overrides
-from common.errors import UserError, is_disk_full, is_user_error, one_line
+from common.errors import UserError, is_disk_full, one_line
 from common.records import stopping
 
 INTRODUCTION = """\
@@ -91,7 +91,7 @@ def _say(error: Exception, argv: list[str], debug: bool) -> int:
         print(f"sparrow: {name[:40]}...: {len(name)} characters, too long a file name; take a "
               "shorter one", file=sys.stderr)  # fmt: skip
         return 2
-    if not is_user_error(error):
+    if not isinstance(error, UserError):
         raise error
     print(f"sparrow: {one_line(error)}", file=sys.stderr)
     return 2

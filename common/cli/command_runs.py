@@ -5,17 +5,39 @@ Imported with the table of commands: what a command needs is imported when it ru
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.cli.command_types import Arguments
 from common.config import Config, overrides
 from common.errors import UserError
 from common.records import stopping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """A parsed command line. names: what is no flag; flags: value (or default) of every flag."""
+
+    names: Sequence[str]
+    config_file: str | None
+    overrides: Mapping[str, str]
+    flags: Mapping[str, Any]
+
+    def config(
+        self, extra: Mapping[str, str] | None = None, *, default: Config | None = None
+    ) -> Config:
+        """Recipe (without one, `default`), then overrides, then `extra`, validated."""
+        if self.config_file is None and default is not None:
+            return overrides.apply(default, {**self.overrides, **(extra or {})})
+        if self.config_file is None:
+            raise UserError("--config is missing; name a recipe, e.g. --config=configs/demo.py")
+        return overrides.apply(
+            overrides.load(self.config_file), {**self.overrides, **(extra or {})}
+        )
 
 
 def _model_override(arguments: Arguments) -> dict[str, str]:
@@ -244,6 +266,8 @@ def evaluate(arguments: Arguments) -> None:
     flags = arguments.flags
     if bool(flags["run"]) == bool(flags["model"]):
         raise UserError("sparrow eval: give either --run=RUN or --config=RECIPE with --model=DIR")
+    if flags["samples"] < 1:
+        raise UserError(f"--samples={flags['samples']}: expected at least 1")
     if flags["run"] and arguments.config_file:
         raise UserError("--config has no effect with --run: a run has its own recipe; leave it out")
     if flags["run"]:

@@ -1,19 +1,20 @@
 """Every setting of a run with its help text and bounds, and the recipe files that set them."""
 
-from common.config.settings import (
+from common.config.model_task import ModelConfig, TaskConfig, WarmupConfig
+from common.config.objective_learner import (
     AGGREGATIONS,
-    Config,
+    BASELINES,
+    CORRECTIONS,
     GrpoConfig,
     LearnerConfig,
-    MismatchConfig,
-    ModelConfig,
-    RolloutConfig,
-    TaskConfig,
-    WarmupConfig,
 )
+from common.config.rollout_mismatch import MismatchConfig, RolloutConfig
+from common.config.run import Config
 
 __all__ = [
     "AGGREGATIONS",
+    "BASELINES",
+    "CORRECTIONS",
     "Config",
     "GrpoConfig",
     "LearnerConfig",

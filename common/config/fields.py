@@ -7,6 +7,8 @@ import numbers
 from dataclasses import field
 from typing import Any
 
+from common.errors import UserError
+
 COUNT = "[1, 1000000000]"
 COUNT_OR_NONE = "[0, 1000000000]"
 ROWS = "[1, 1048576]"
@@ -19,7 +21,7 @@ RATE = "[0, 1]"
 
 def check(ok: bool, message: str) -> None:
     if not ok:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def setting(
@@ -35,7 +37,7 @@ def setting(
 
 
 def check_within(name: str, value: Any, within: str, whole: bool = False) -> None:
-    """ValueError unless the number, or each of the tuple, lies in the interval; NaN never does."""
+    """UserError unless the number, or each of the tuple, lies in the interval; NaN never does."""
     low, high = (float(x) for x in within[1:-1].split(","))
     for x in value if isinstance(value, tuple | list) else (value,):
         kind = numbers.Integral if whole else numbers.Real

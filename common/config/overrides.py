@@ -3,7 +3,7 @@
     file, overrides, rest = parse(["--config=configs/demo.py", "--config.rollout.temperature=0.8"])
     config = apply(load(file), overrides)
 
-Values are typed by the annotations of common/config/settings.py:
+Values are typed by the annotations of the dataclasses beside this file:
 
     int, float, str      --config.num_steps=40
     bool                 --config.model.qk_norm=false          (true false yes no on off 1 0)
@@ -84,17 +84,15 @@ def load(path: str | Path) -> Config:
     sys.modules[module.__name__] = module  # dataclasses in a recipe look themselves up there
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-        if not callable(getattr(module, "get_config", None)):
-            raise UserError(
-                f"--config={path}: defines no function get_config(); a recipe needs one"
-            )
-        config = module.get_config()
-    except UserError:
-        raise
+        get_config = getattr(module, "get_config", None)
+        config = get_config() if callable(get_config) else None
     except _RECIPE_ERRORS as error:
         line = _line_in(path, error)
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         message = error.msg if isinstance(error, SyntaxError) else one_line(error)
-        raise UserError(f"{path}:{line}: {type(error).__name__}: {message}") from error
+        raise UserError(f"{path}:{line}: {kind}{message}") from error
+    if not callable(get_config):
+        raise UserError(f"--config={path}: defines no function get_config(); a recipe needs one")
     if not isinstance(config, Config):
         raise UserError(
             f"--config={path}: get_config() returned {type(config).__name__}: expected Config"
@@ -302,10 +300,8 @@ def _show(value: Any) -> str:
 def _replace(owner: Any, changes: dict[str, Any], prefix: str) -> Any:
     try:
         return dataclasses.replace(owner, **changes)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(prefix + one_line(error)) from error
+    except UserError as error:
+        raise UserError(f"{prefix}{error}") from error
 
 
 def _section(cls: type, values: Any, prefix: str, source: str) -> Any:
@@ -323,8 +319,8 @@ def _section(cls: type, values: Any, prefix: str, source: str) -> Any:
             arguments[name] = _typed(value, hints[name], f"{source}: {prefix}{name}")
     try:
         return cls(**arguments)
-    except ValueError as error:
-        raise UserError(f"{source}: {prefix}{one_line(error)}") from error
+    except UserError as error:
+        raise UserError(f"{source}: {prefix}{error}") from error
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -58,7 +58,7 @@ def read_schedule(text: str) -> Schedule:
 def read_page_sizes(text: str) -> list[int]:
     """Tokens per page, "16,32,64,128"."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(word.isascii() and word.isdigit() and len(word) < 20 for word in words):
         raise UserError(f"--page_sizes={text}: expected numbers with commas, e.g. 16,32,64,128")
     return [integer(int(word), "--page_sizes", 1, 2**16) for word in words]
 

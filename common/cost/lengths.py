@@ -69,10 +69,10 @@ def read(text: str, prompt: int = 0) -> Lengths:
 
         {"edges": [0, 1024, 4096], "counts": [300, 80]}
 
-    UserError or ValueError, one line each, for anything else.
+    UserError for anything else.
     """
     prompt = json_checks.integer(prompt, "--prompt", 0, LONGEST)
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) < 20:
         return fixed(json_checks.integer(int(text), "--lengths", 1, LONGEST), prompt)
     path = Path(text)
     if not path.is_file():

@@ -65,7 +65,7 @@ def read_geometry(path: str | Path) -> ModelConfig:
     fields["tie_embeddings"] = config["tie_word_embeddings"]
     try:
         return ModelConfig(path=str(path), **fields)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{where}: {error}") from error
 
 
@@ -253,7 +253,4 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError if it holds none."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected a Hugging Face model directory")
-    try:
-        return json_checks.read_object(path)
-    except ValueError as error:
-        raise UserError(one_line(error)) from error
+    return json_checks.read_object(path)

@@ -1,4 +1,4 @@
-"""Checks of values that come from JSON files: one clear ValueError line each."""
+"""Checks of values that come from JSON files: one clear UserError line each."""
 
 from __future__ import annotations
 
@@ -11,70 +11,79 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
+
 LARGEST = 2**31 - 1
 """Of an integer without another limit: a count or length that arrays and sums have room for."""
 
 
-def integer(value: Any, what: str, low: int, high: int | None = None) -> int:
-    """`value` as int; bools, floats and numbers outside [low, high] raise ValueError.
+def integer(
+    value: Any,
+    what: str,
+    low: int,
+    high: int | None = None,
+    *,
+    error: type[ValueError] = UserError,
+) -> int:
+    """`value` as an int; bools, floats and numbers outside [low, high] raise `error`.
 
-    high None: LARGEST.
+    high: None stands for LARGEST. error: ValueError for a value that our own code passes.
     """
     limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
     if high is None and isinstance(value, int) and value > LARGEST:
         limit = f"at most {LARGEST}"
     message = f"{what}={value!r}: expected an integer {limit}"
     if isinstance(value, bool | np.bool_):
-        raise ValueError(message)
+        raise error(message)
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(message) from None
+        raise error(message) from None
     if not low <= number <= (LARGEST if high is None else high):
-        raise ValueError(message)
+        raise error(message)
     return number
 
 
 def number(value: Any, what: str, low: float, high: float) -> float:
-    """`value` as float in [low, high], else ValueError; bools and NaN are refused."""
+    """`value` as float in [low, high], else UserError; bools and NaN are refused."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or not low <= value <= high:
-        raise ValueError(f"{what}={value!r}: expected a number in [{low:g}, {high:g}]")
+        raise UserError(f"{what}={value!r}: expected a number in [{low:g}, {high:g}]")
     return float(value)
 
 
 def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str] = ()) -> None:
-    """ValueError unless `data` is a dict with the expected keys and no others but the optional."""
+    """UserError unless `data` is a dict with the expected keys and no others but the optional."""
     if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        raise UserError(f"{where}: expected a JSON object, got {type(data).__name__}")
     for key in data:
         if key not in (*expected, *optional):
             near = difflib.get_close_matches(key, [*expected, *optional], 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(expected)}"
-            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+            raise UserError(f"{where}: unknown key {key!r}; {hint}")
     for key in expected:
         if key not in data:
-            raise ValueError(f"{where}: key {key!r} is missing")
+            raise UserError(f"{where}: key {key!r} is missing")
 
 
 def read(path: Path, form: str) -> dict[str, Any]:
-    """The object in a JSON file whose key "format" says `form`; ValueError names the file."""
+    """The object in a JSON file whose key "format" says `form`; UserError names the file."""
     data = read_object(path)
     if data.get("format") != form:
-        raise ValueError(f"{path}: format={data.get('format')!r}, expected {form!r}")
+        raise UserError(f"{path}: format={data.get('format')!r}, expected {form!r}")
     return data
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError names the file."""
+    """The object in a JSON file; UserError names the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
-        raise ValueError(f"{path}: not a JSON file ({error})") from None
+        raise UserError(f"{path}: not a JSON file ({error})") from None
     except RecursionError:
-        raise ValueError(f"{path}: not a usable JSON file (nested too deeply)") from None
+        raise UserError(f"{path}: not a usable JSON file (nested too deeply)") from None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+        raise UserError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data

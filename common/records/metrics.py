@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.records import record_checks
 from common.records.progress import Progress, format_seconds
 
@@ -91,7 +92,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """All complete records of a run, in order; [] if there is no metrics.jsonl yet.
 
     A torn last line (a run being written, or killed in mid-write) is left out.
-    Raises ValueError with file and line for any other line that is not a JSON object with `step`.
+    Raises UserError with file and line for any other line that is not a JSON object with `step`.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.exists():
@@ -129,7 +130,7 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
         except ValueError as error:
             if number == len(lines) - 1 and not lines[-1]:
                 break  # a torn line whose end is garbage: a crash of the machine, not of the run
-            raise ValueError(
+            raise UserError(
                 f"{path}:{number}: expected one JSON object per line, got {line[:60]!r} ({error}); "
                 "restore the file or start a new run directory"
             ) from None

@@ -289,7 +289,7 @@ def _read_json(path: Path) -> Any:
         return None
     try:
         return json_checks.read_object(path)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{error}; restore the file, or name a new run") from error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
 from common.records import json_checks
 from common.records.metrics import METRICS, read_sound
 from common.report import html_page, plots, plots_overview, report_bench, report_words
@@ -34,7 +35,7 @@ def write_report(
     """Write one HTML file about these runs, all on the same axes; the first gives the title.
 
     bench: a file of `sparrow bench decode --out=FILE`, shown as a table under Speed.
-    Raises ValueError if there is no run, or a directory holds neither metrics nor a configuration.
+    Raises UserError if a directory holds neither metrics nor a configuration.
     """
     if not run_dirs:
         raise ValueError("run_dirs=[]: expected at least one run directory")
@@ -56,7 +57,7 @@ def load_runs(run_dirs: Sequence[Path | str]) -> list[LoadedRun]:
         if damaged:
             print(f"{path}: {damaged} damaged line(s) of metrics.jsonl are left out")
         if not (records or config or damaged):
-            raise ValueError(
+            raise UserError(
                 f"{path}: no metrics.jsonl and no config.json; expected a run directory"
             )
         name = str(config.get("name") or path.resolve().name)[:_MAX_NAME]
@@ -80,14 +81,14 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return json_checks.read_object(path)
-    except ValueError as error:
-        raise ValueError(f"{error}; restore the file") from None
+    except UserError as error:
+        raise UserError(f"{error}; restore the file") from None
 
 
 def _group(path: Path, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     group = config.get(name) or {}
     if not isinstance(group, Mapping):
-        raise ValueError(f"{path}/config.json: {name}: expected an object; restore the file")
+        raise UserError(f"{path}/config.json: {name}: expected an object; restore the file")
     return group
 
 
@@ -98,8 +99,8 @@ def _number(path: Path, group: Mapping[str, Any], key: str, low: float, high: fl
         return default
     try:
         json_checks.number(value, key, low, high)
-    except ValueError as error:
-        raise ValueError(f"{path}/config.json: {error}; restore the file") from None
+    except UserError as error:
+        raise UserError(f"{path}/config.json: {error}; restore the file") from None
     return value
 
 
@@ -113,8 +114,8 @@ def _schedule(
         if found:
             try:
                 parse_schedule(found, f"{path / file}")
-            except ValueError as error:
-                raise ValueError(f"{error}; restore the file") from None
+            except UserError as error:
+                raise UserError(f"{error}; restore the file") from None
             return found
     return "dense" if rollout.get("schedule") == "dense" else None
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.report import html_page
 from common.report.plots import is_number
 
@@ -21,13 +22,13 @@ _NUMBERS = (
 
 
 def table(path: Path) -> str:
-    """What `sparrow bench decode` measured, as HTML; ValueError if the file is something else."""
+    """What `sparrow bench decode` measured, as HTML; UserError if the file is something else."""
     data = _read(path)
     rows = []
     for key, words in _PATHS.items():
         values = [data.get(f"{key}_{unit}") for unit in ("ms", "gb_per_s")]
         if not all(is_number(value) for value in values):
-            raise ValueError(
+            raise UserError(
                 f"{path}: no {key}_ms; expected what `sparrow bench decode --out={path}` writes"
             )
         cells = [f'<td class="number">{value:.3g}</td>' for value in values]
@@ -36,7 +37,7 @@ def table(path: Path) -> str:
     for key in _NUMBERS:
         value = data.get(key)
         if value is None or not is_number(value) or value <= 0:
-            raise ValueError(f"{path}: {key}={value!r}: expected a positive number; measure anew")
+            raise UserError(f"{path}: {key}={value!r}: expected a positive number; measure anew")
         numbers[key] = value
     whole = numbers["step_dense_ms"] / numbers["step_sparse_ms"]
     words = (
@@ -54,5 +55,5 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON ({str(error)[:80]}); measure anew") from None
+        raise UserError(f"{path}: no JSON ({str(error)[:80]}); measure anew") from None
     return data if isinstance(data, dict) else {}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from common.config import RolloutConfig
+from common.errors import UserError
 from common.protocols import Progress
 from common.records import stopping
 from common.rollout import noise
@@ -105,7 +106,7 @@ class PagedEngine(abc.ABC):
         enough = 1 + (config.num_slots + prompts) * self.table_width
         self.num_pages = config.cache_pages or enough
         if self.num_pages < 1 + 2 * self.table_width:
-            raise ValueError(
+            raise UserError(
                 f"rollout.cache_pages={config.cache_pages}: one prompt and one sample of {context} "
                 f"tokens need {1 + 2 * self.table_width} pages; raise it or set 0"
             )

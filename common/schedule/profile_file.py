@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.records.json_checks import integer, keys, number, read
 from common.schedule.schedule import DENSE
 
@@ -34,7 +35,7 @@ def load_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
     "halves", two objects {"rows": [...]} of the same kind over two disjoint halves of the prompts
     (common/schedule/schedule_validation.py); "source", "interval", "policy", strings: what was
     measured, how intervals were made, how pages are selected; "shape", "topk", lists; "summary",
-    "versions". Returns the object as it is; raises ValueError, one line.
+    "versions". Returns the object as it is; raises UserError, one line.
     """
     data = read(Path(path), PROFILE_FORMAT)
     check_profile(data, str(path))
@@ -42,37 +43,37 @@ def load_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_profile(data: Mapping[str, Any], where: str = "profile") -> None:
-    """ValueError unless `data` is a profile as `load_profile` describes it."""
+    """UserError unless `data` is a profile as `load_profile` describes it."""
     keys(data, _REQUIRED, where, _OPTIONAL)
     integer(data["page_size"], f"{where}: page_size", 1)
     width = integer(data["bin_tokens"], f"{where}: bin_tokens", 1)
     if not isinstance(data["model"], str):
-        raise ValueError(f"{where}: model={data['model']!r}: expected a string")
+        raise UserError(f"{where}: model={data['model']!r}: expected a string")
     if not isinstance(data["quantiles"], list):
-        raise ValueError(f"{where}: quantiles={data['quantiles']!r}: expected a list")
+        raise UserError(f"{where}: quantiles={data['quantiles']!r}: expected a list")
     for kind, what, names in ((str, "a string", _TEXTS), (list, "a list", _LISTS)):
         for name in names:
             if not isinstance(data.get(name, kind()), kind):
-                raise ValueError(
+                raise UserError(
                     f"{where}: {name}: expected {what}, got {type(data[name]).__name__}"
                 )
     versions = data.get("versions", {})
     if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
-        raise ValueError(f"{where}: versions={versions!r}: expected an object of strings")
+        raise UserError(f"{where}: versions={versions!r}: expected an object of strings")
     names = [quantile_name(number(q, f"{where}: quantiles", 0, 1)) for q in data["quantiles"]]
     _check_rows(data["rows"], names, width, f"{where}: rows")
     halves = data.get("halves")
     if "halves" in data and not (isinstance(halves, list) and len(halves) == 2):
-        raise ValueError(f'{where}: halves: expected a list of two objects {{"rows": [...]}}')
+        raise UserError(f'{where}: halves: expected a list of two objects {{"rows": [...]}}')
     for i, half in enumerate(halves or ()):
         keys(half, ("rows",), f"{where}: halves[{i}]")
         _check_rows(half["rows"], names, width, f"{where}: halves[{i}].rows")
 
 
 def _check_rows(rows: Any, quantiles: Sequence[str], width: int, where: str) -> None:
-    """ValueError unless `rows` is a list of rows with those quantiles in bins of `width` tokens."""
+    """UserError unless `rows` is a list of rows with those quantiles in bins of `width` tokens."""
     if not isinstance(rows, list):
-        raise ValueError(f"{where}: expected a list, got {type(rows).__name__}")
+        raise UserError(f"{where}: expected a list, got {type(rows).__name__}")
     tails = [f"{name}{end}" for name in quantiles for end in ("", "_low", "_high")]
     values = ["mean", "p50", "share_above_0_999", *tails]
     seen = set()
@@ -82,13 +83,13 @@ def _check_rows(rows: Any, quantiles: Sequence[str], width: int, where: str) -> 
         k = row["k"] if row["k"] == "dense" else integer(row["k"], f"{at}.k", 0, DENSE)
         b = integer(row["bin"], f"{at}.bin", 0, MAX_BINS - 1)
         if (row["start"], row["end"]) != (b * width, (b + 1) * width) or (k, b) in seen:
-            raise ValueError(f"{at}: bin {b} of k={k} is stated twice or not {width} tokens wide")
+            raise UserError(f"{at}: bin {b} of k={k} is stated twice or not {width} tokens wide")
         seen.add((k, b))
         integer(row["count"], f"{at}.count", 0)
         for name in (name for name in _UNITS if name in row):
             integer(row[name], f"{at}.{name}", 0)
         if not isinstance(row["enough"], bool):
-            raise ValueError(f"{at}.enough={row['enough']!r}: expected true or false")
+            raise UserError(f"{at}.enough={row['enough']!r}: expected true or false")
         for value in values:
             if row["enough"] or row[value] is not None:
                 number(row[value], f"{at}.{value}", 0, 1 + 1e-6)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
 from common.records.json_checks import integer, keys, read
 from common.schedule import presets
 
@@ -58,7 +59,8 @@ class Schedule:
     record of where it comes from (model, tau, quantile, statistic, method, profile bins, versions).
     sized_for: budget that engines make room for beside those in use, so that a schedule that
     changes from step to step needs no new program; not part of a file.
-    Raises ValueError for anything else. Source: arXiv 2606.08446, section 4.
+    Raises ValueError for anything else: `parse` and `resolve` check what users give.
+    Source: arXiv 2606.08446, section 4.
     """
 
     page_size: int
@@ -70,9 +72,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "page_size", integer(self.page_size, "page_size", 1))
-        set_field(self, "bin_tokens", integer(self.bin_tokens, "bin_tokens", 1))
-        budgets = [integer(k, f"budgets[{i}]", 0, DENSE) for i, k in enumerate(self.budgets)]
+        set_field(self, "page_size", integer(self.page_size, "page_size", 1, error=ValueError))
+        set_field(self, "bin_tokens", integer(self.bin_tokens, "bin_tokens", 1, error=ValueError))
+        budgets = [
+            integer(k, f"budgets[{i}]", 0, DENSE, error=ValueError)
+            for i, k in enumerate(self.budgets)
+        ]
         set_field(self, "budgets", tuple(budgets))
         if not budgets:
             raise ValueError("budgets=(): expected at least one bin")
@@ -84,7 +89,7 @@ class Schedule:
 
     def budget(self, position: int) -> int:
         """k of the query at 0-based `position` (>= 0)."""
-        position = integer(position, "position", 0)
+        position = integer(position, "position", 0, error=ValueError)
         return self.budgets[min(position // self.bin_tokens, len(self.budgets) - 1)]
 
     def budgets_at(self, positions: np.ndarray) -> np.ndarray:
@@ -158,26 +163,26 @@ def written(k: int) -> int | str:
 def parse(data: Mapping[str, Any], where: str = "schedule") -> Schedule:
     """A Schedule from the content of a schedule file; `where` starts the error messages.
 
-    Raises ValueError: unknown or missing keys, another format, holes, overlaps or wrong order of
+    Raises UserError: unknown or missing keys, another format, holes, overlaps or wrong order of
     bins, budgets that are not non-negative integers or "dense".
     """
     if data.get("format") != FORMAT:
-        raise ValueError(f"{where}: format={data.get('format')!r}, expected {FORMAT!r}")
+        raise UserError(f"{where}: format={data.get('format')!r}, expected {FORMAT!r}")
     keys(data, ("format", "page_size", "bin_tokens", "bins"), where, ("name", "provenance"))
     width = integer(data["bin_tokens"], f"{where}: bin_tokens", 1)
     if not isinstance(data["bins"], list) or not data["bins"]:
-        raise ValueError(f"{where}: bins={data['bins']!r}, expected a list with at least one bin")
+        raise UserError(f"{where}: bins={data['bins']!r}, expected a list with at least one bin")
     if not isinstance(data.get("name", ""), str) or not isinstance(
         data.get("provenance", {}), dict
     ):
-        raise ValueError(f"{where}: name must be a string and provenance an object")
+        raise UserError(f"{where}: name must be a string and provenance an object")
     budgets = []
     for i, entry in enumerate(data["bins"]):
         keys(entry, ("start", "end", "k"), f"{where}: bins[{i}]")
         start = integer(entry["start"], f"{where}: bins[{i}].start", 0)
         end = integer(entry["end"], f"{where}: bins[{i}].end", 0)
         if (start, end) != (i * width, (i + 1) * width):
-            raise ValueError(
+            raise UserError(
                 f"{where}: bins[{i}] covers {start}..{end}, expected {i * width}.."
                 f"{(i + 1) * width} (bins must be sorted and touch, without hole or overlap)"
             )
@@ -193,7 +198,7 @@ def parse(data: Mapping[str, Any], where: str = "schedule") -> Schedule:
 
 
 def load(path: str | os.PathLike[str], *, page_size: int) -> Schedule:
-    """Read a schedule file made for `page_size`; ValueError, one line, if it does not fit."""
+    """Read a schedule file made for `page_size`; UserError, one line, if it does not fit."""
     path = Path(path)
     schedule = parse(read(path, FORMAT), str(path))
     _check_page_size(schedule, str(path), page_size)
@@ -202,14 +207,15 @@ def load(path: str | os.PathLike[str], *, page_size: int) -> Schedule:
 
 def _check_page_size(schedule: Schedule, where: str, page_size: int) -> None:
     if schedule.page_size != page_size:
-        raise ValueError(
+        raise UserError(
             f"{where}: made for page_size={schedule.page_size}, got page_size={page_size}; "
             f"set rollout.page_size={schedule.page_size} or profile again"
         )
 
 
 def fixed(k: int, *, page_size: int, bin_tokens: int) -> Schedule:
-    """The same budget k at every position."""
+    """The same budget k at every position; UserError for k outside [0, DENSE]."""
+    k = integer(k, "k", 0, DENSE)
     return Schedule(page_size=page_size, bin_tokens=bin_tokens, budgets=(k,), name=f"k={k}")
 
 
@@ -218,13 +224,13 @@ def resolve(text: str, *, page_size: int, bin_tokens: int) -> Schedule | None:
 
     text: "dense", "k=8" (fixed budget), a published name ("qwen3-1.7b-0.86"), or a JSON file.
     bin_tokens is used for "k=8" only: presets and files bring their own bins.
-    Raises ValueError for unknown names (nearest preset offered), another page size, bad files.
+    Raises UserError for unknown names (nearest preset offered), another page size, bad files.
     """
     if text == "dense":
         return None
     if match := re.fullmatch(r"k=(.*)", text):
         if not re.fullmatch(r"\d{1,7}", match[1], re.ASCII):
-            raise ValueError(f"schedule={text!r}: expected k=<non-negative integer>, e.g. k=8")
+            raise UserError(f"schedule={text!r}: expected k=<non-negative integer>, e.g. k=8")
         return fixed(int(match[1]), page_size=page_size, bin_tokens=bin_tokens)
     if text in presets.PUBLISHED:
         schedule = Schedule(
@@ -244,7 +250,7 @@ def resolve(text: str, *, page_size: int, bin_tokens: int) -> Schedule | None:
         return schedule
     if not Path(text).is_file():
         near = difflib.get_close_matches(text.lower(), [*presets.PUBLISHED, "dense"], 1, 0.0)
-        raise ValueError(
+        raise UserError(
             f"schedule={text!r}: no such file and no published name; nearest name: {near[0]!r}"
         )
     return load(text, page_size=page_size)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
 from common.records.json_checks import number
 from common.schedule.profile_file import check_profile, quantile_name
 from common.schedule.schedule import DENSE, NUM_RESERVED, Schedule, written
@@ -43,27 +44,27 @@ def search(
     paper's), 0.01 = p1 (sees rare but decisive tokens). monotone: budgets never fall with length
     (running maximum). extrapolate: a bin without enough tokens at any budget gets the larger budget
     of the nearest judged bins before and after it; provenance["extrapolated_bins"] lists them.
-    Raises ValueError for such bins otherwise, and if no bin can be judged.
+    Raises UserError for such bins otherwise, and if no bin can be judged.
     Source: arXiv 2606.08446, section 4.
     """
     check_profile(profile)
     if profile.get("policy", "mean") != "mean":
-        raise ValueError(
+        raise UserError(
             f"{_title(profile)}: was measured with pages chosen by policy {profile['policy']!r}; "
             "decode chooses by 'mean', so only such a profile gives a schedule"
         )
     number(tau, "tau", 0, 1)
     if rule not in RULES:
-        raise ValueError(f"{rule=}: expected 'point' (estimate) or 'lower' (its 95 % lower bound)")
+        raise UserError(f"{rule=}: expected 'point' (estimate) or 'lower' (its 95 % lower bound)")
     if quantile not in profile["quantiles"]:
-        raise ValueError(
+        raise UserError(
             f"{quantile=}: the profile has {profile['quantiles']}; choose one or profile"
         )
     name = quantile_name(quantile)
     judged = _judge(profile["rows"], name if rule == "point" else f"{name}_low", tau)
     missing = _missing_bins(profile, judged)
     if missing and not extrapolate:
-        raise ValueError(
+        raise UserError(
             f"{_title(profile)}: too few tokens to judge {bins_text(missing, profile)}; profile "
             "more prompts, or give --extrapolate to use the budgets of their neighbours"
         )
@@ -115,9 +116,9 @@ def _judge(
 
 
 def _missing_bins(profile: Mapping[str, Any], judged: Mapping[int, Any]) -> list[int]:
-    """Bins up to the last one of the profile that are not judged; ValueError if none is."""
+    """Bins up to the last one of the profile that are not judged; UserError if none is."""
     if not judged:
-        raise ValueError(
+        raise UserError(
             f"{_title(profile)}: no bin has enough tokens at any budget; profile more prompts, or "
             "longer ones"
         )
@@ -211,12 +212,12 @@ def search_page_sizes(
     """
     models = {profile["model"] for profile in profiles}
     if len(models) > 1:
-        raise ValueError(
+        raise UserError(
             f"profiles of {', '.join(sorted(models))}: page sizes are compared for one model only"
         )
     sizes = [profile["page_size"] for profile in profiles]
     if len(set(sizes)) < len(sizes):
-        raise ValueError(
+        raise UserError(
             f"profiles with page sizes {sizes}: give one for each page size (rollout.page_size)"
         )
     found = [search(profile, **criterion) for profile in profiles]

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
+
 FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "config.json", "generation_config.json",
@@ -53,7 +55,7 @@ class TextCodec:
     files: tuple[Path, ...] = ()
 
     def render(self, messages: Messages) -> str:
-        """The prompt as text. Raises ValueError if the chat template refuses the messages."""
+        """The prompt as text. Raises UserError if the chat template refuses the messages."""
         if self.template is None:
             lines = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages]
             return "".join(lines) + "Assistant:"
@@ -89,16 +91,16 @@ def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
 
     date: "2026-01-31", what a chat template gets that asks for today's date; without it such a
     template is refused when it is used. Stop tokens: see `_stop_ids`.
-    Raises ValueError, one line: nothing given, files missing or broken, no stop token.
+    Raises UserError, one line: nothing given, files missing or broken, no stop token.
     """
     path = Path(tokenizer or model_path)
     if not (tokenizer or model_path):
-        raise ValueError("task.tokenizer is empty and there is no model: name a tokenizer.json")
+        raise UserError("task.tokenizer is empty and there is no model: name a tokenizer.json")
     if path.is_dir():
         path = path / "tokenizer.json"
     content = _json(path)
     if "model" not in content:
-        raise ValueError(f"{path}: no tokenizer.json of the tokenizers library (no key 'model')")
+        raise UserError(f"{path}: no tokenizer.json of the tokenizers library (no key 'model')")
     beside = {
         name: _json(file)
         for name in ("tokenizer_config.json", "config.json", "generation_config.json")
@@ -114,7 +116,7 @@ def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
         template = None if hf.chat_template is None else hf.get_chat_template()
         backend.decode(backend.encode("a").ids)
     if not isinstance(template, str | None):
-        raise ValueError(f"{path.parent}: chat_template is a {type(template).__name__}, no text")
+        raise UserError(f"{path.parent}: chat_template is a {type(template).__name__}, no text")
     vocab_size = 1 + max(vocab.values())
     return TextCodec(
         tokenizer=backend,
@@ -130,17 +132,17 @@ def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
 
 
 def require(package: str) -> None:
-    """ValueError with the command to run if an optional package is not installed."""
+    """UserError with the command to run if an optional package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{package} is not installed; run: pip install 'sparrow-rl[data]'")
+        raise UserError(f"{package} is not installed; run: pip install 'sparrow-rl[data]'")
 
 
 def check_unicode(text: str) -> None:
-    """ValueError if the text holds half of a surrogate pair: a cut emoji, in JSON still legal."""
+    """UserError if the text holds half of a surrogate pair: a cut emoji, in JSON still legal."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"text with half of a surrogate pair, {text[error.start]!a}: no Unicode; mend or "
             "leave out the row"
         ) from None
@@ -180,7 +182,7 @@ def _stop_ids(
         with _in_one_line(f"{folder}: damaged list of tokens"):
             known = _tokens(content, added)
         if eos_token not in known:
-            raise ValueError(f"{folder}: eos_token {eos_token[:80]!r} is no token of {path.name}")
+            raise UserError(f"{folder}: eos_token {eos_token[:80]!r} is no token of {path.name}")
         stops.add(vocab[eos_token])
     for name in ("config.json", "generation_config.json"):
         found = beside.get(name, {}).get("eos_token_id")
@@ -188,13 +190,13 @@ def _stop_ids(
             found = _generation_eos(folder)
         for stop in found if isinstance(found, list) else [] if found is None else [found]:
             if type(stop) is not int or not 0 <= stop <= max(vocab.values()):
-                raise ValueError(
+                raise UserError(
                     f"{folder / name}: eos_token_id={str(found)[:80]}, expected token ids in "
                     f"[0, {max(vocab.values())}]"
                 )
             stops.add(stop)
     if not stops:
-        raise ValueError(f"{folder}: no stop token; set eos_token in tokenizer_config.json")
+        raise UserError(f"{folder}: no stop token; set eos_token in tokenizer_config.json")
     return tuple(sorted(stops))
 
 
@@ -226,17 +228,17 @@ def _at_date(template: str, date: str) -> str:
 def _refuse_what_changes(template: str) -> None:
     """A prompt is a function of the run's files: neither the day nor chance may be in it."""
     if _CLOCK.search(template):
-        raise ValueError(
+        raise UserError(
             "the chat template asks for today's date, so that prompts would change from day to "
             "day; set task.date, e.g. 2026-01-31"
         )
     if _CHANCE.search(template):
-        raise ValueError("the chat template makes random text ('random' or 'lipsum'): refused")
+        raise UserError("the chat template makes random text ('random' or 'lipsum'): refused")
 
 
 @contextlib.contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """ValueError, one line, from whatever goes wrong in the tokenizer's libraries.
+    """UserError, one line, from whatever goes wrong in the tokenizer's libraries.
 
     Damaged files make them raise anything from KeyError to the bare Exception of `tokenizers` and
     the panics of its Rust code, which are no Exceptions.
@@ -247,16 +249,16 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         said = " ".join(str(error).split())[:300]
-        raise ValueError(f"{what} ({type(error).__name__}: {said})") from None
+        raise UserError(f"{what} ({type(error).__name__}: {said})") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file ({error})") from None
+        raise UserError(f"{path}: not a JSON file ({error})") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object")
+        raise UserError(f"{path}: expected a JSON object")
     return data

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from common.errors import UserError
 from common.tasks.grading import Job
 
 _UNSIGNED = r"(?:(?>\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?>(?:\.\d+)?)|\.\d+)"
@@ -30,13 +31,13 @@ _EXPRESSION = 200
 def truth_number(truth: Any) -> str:
     """The number of a ground truth, e.g. 72, "1,234.5" or GSM8K's "... #### 72", as "1234.5".
 
-    Raises ValueError for whatever is no plain number: a list, a fraction, an exponent.
+    Raises UserError for whatever is no plain number: a list, a fraction, an exponent.
     """
     if isinstance(truth, (str, int, float, Decimal)) and not isinstance(truth, bool):
         match = _TRUTH.fullmatch(str(truth).rpartition("####")[2].strip())
         if match:
             return f"{Decimal(match[1].replace(',', '')):f}"
-    raise ValueError(
+    raise UserError(
         f"ground_truth={str(truth)[:100]!r}: expected a number such as 72 or 1,234.5, alone or "
         "after '####'"
     )

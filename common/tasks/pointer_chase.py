@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
 from common.types import Prompt
 
 PAD, BOS, EOS, QUERY, END, SEPARATOR, ARROW, FILLER = range(8)
@@ -38,7 +39,7 @@ class PointerChase:
     whole table is stated, each in an order of its own; fact_fillers: filler tokens after each fact.
     hop_repeats: times that `key value` is written within one hop of the response. arrow_tokens:
     tokens between key and value; separator_tokens: tokens after each fact and hop.
-    partial_credit: see `score`. Raises ValueError for settings that no prompt can meet.
+    partial_credit: see `score`. Raises UserError for settings that no prompt can meet.
     """
 
     num_symbols: int = 64
@@ -70,20 +71,20 @@ class PointerChase:
             if want is float and type(value) is int:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not want:
-                raise ValueError(f"{field.name}={value!r}: expected {want.__name__}")
+                raise UserError(f"{field.name}={value!r}: expected {want.__name__}")
         for name in ("min_entries", "header_tokens", "fact_repeats", "fact_copies", "hop_repeats"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+                raise UserError(f"{name}={getattr(self, name)}: expected at least 1")
         for name in ("fact_fillers", "arrow_tokens", "separator_tokens"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 0")
+                raise UserError(f"{name}={getattr(self, name)}: expected at least 0")
         if not 2 <= self.min_entries <= self.max_entries <= self.num_symbols:
-            raise ValueError(
+            raise UserError(
                 f"min_entries={self.min_entries}, max_entries={self.max_entries}, "
                 f"num_symbols={self.num_symbols}: expected 2 <= min <= max <= symbols"
             )
         if not 0 < self.chain_low <= self.chain_high <= 1:
-            raise ValueError(
+            raise UserError(
                 f"chain_low={self.chain_low}, chain_high={self.chain_high}: "
                 "expected 0 < low <= high <= 1"
             )
@@ -203,7 +204,7 @@ class PointerChase:
         return " ".join(self._word(int(token)) for token in np.asarray(tokens).reshape(-1))
 
     def tokens(self, text: str) -> np.ndarray:
-        """Inverse of `text`, int32; ValueError names the first unknown word."""
+        """Inverse of `text`, int32; UserError names the first unknown word."""
         ids = []
         for word in text.split():
             number = (
@@ -213,9 +214,7 @@ class PointerChase:
             if word in _NAMES:
                 ids.append(_NAMES.index(word))
             elif first < 0 or first >= self.vocab_size or not 0 <= number < self.num_symbols:
-                raise ValueError(
-                    f"{word=}: no token of {self.name} with {self.num_symbols} symbols"
-                )
+                raise UserError(f"{word=}: no token of {self.name} with {self.num_symbols} symbols")
             else:
                 ids.append(first + number)
         return np.asarray(ids, np.int32)
@@ -241,7 +240,7 @@ class PointerChase:
     ) -> tuple[np.ndarray, np.ndarray, dict[int, int | None]]:
         """Prompt tokens int32, symbols of the asked chain, and the whole table."""
         if not 2 <= min_entries <= max_entries <= self.num_symbols:
-            raise ValueError(
+            raise UserError(
                 f"{min_entries=}, {max_entries=}: expected 2 <= min <= max <= {self.num_symbols=}"
             )
         num_entries = int(rng.integers(min_entries, max_entries + 1))

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from common.config import TaskConfig
+from common.errors import UserError
 from common.tasks import reasoning
 from common.tasks.chat import TextCodec, load_codec, require
 from common.tasks.grading import GraderPool, Job
@@ -39,7 +40,7 @@ class FileTask:
 
     prompts: one per row, prompt_id = row number from 0 among the rows that were kept; num_dropped
     others were longer than `max_prompt_tokens` allows. codec: None for pointer_chase files, which
-    use the tokens of `chase`. Raises ValueError, one line with the row, for rows it cannot use.
+    use the tokens of `chase`. Raises UserError, one line with the row, for rows it cannot use.
     """
 
     name: str
@@ -128,7 +129,7 @@ class FileTask:
 def split_rows(num_rows: int, eval_seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row numbers for training, evaluation and profiles (see common/tasks/prompts.py)."""
     if num_rows < 3:
-        raise ValueError(f"{num_rows} rows: expected at least 3 (training, evaluation, profile)")
+        raise UserError(f"{num_rows} rows: expected at least 3 (training, evaluation, profile)")
 
     def key(row: int) -> bytes:
         return hashlib.blake2b(f"{eval_seed}:{row}".encode(), digest_size=16).digest()
@@ -140,10 +141,10 @@ def split_rows(num_rows: int, eval_seed: int) -> tuple[np.ndarray, np.ndarray, n
 def load_file_task(
     config: TaskConfig, model_path: str, max_prompt_tokens: int | None = None
 ) -> FileTask:
-    """Read, check and tokenize the file `config.name`; ValueError, one line, names the row."""
+    """Read, check and tokenize the file `config.name`; UserError, one line, names the row."""
     path = Path(config.name)
     if not path.is_file():
-        raise ValueError(f"task.name={config.name!r}: no such file")
+        raise UserError(f"task.name={config.name!r}: no such file")
     codec = chase = None
     prompts: list[Prompt] = []
     num_dropped = 0
@@ -152,11 +153,11 @@ def load_file_task(
         if codec is None and chase is None:
             codec, chase = _reader(config, model_path, is_chase)
         elif is_chase != (chase is not None):
-            raise ValueError(f"{row.where}: a file holds either pointer_chase rows or text")
+            raise UserError(f"{row.where}: a file holds either pointer_chase rows or text")
         prompt = _prompt(row, len(prompts), codec, chase)
         if max_prompt_tokens is not None and len(prompt.tokens) > max_prompt_tokens:
             if not config.drop_long_prompts:
-                raise ValueError(
+                raise UserError(
                     f"{row.where}: {len(prompt.tokens)} tokens, over rollout.max_prompt_tokens="
                     f"{max_prompt_tokens}; raise it, or leave such rows out by "
                     "task.drop_long_prompts=True"
@@ -166,7 +167,7 @@ def load_file_task(
             prompts.append(prompt)
     if not prompts:
         why = f"; {num_dropped} are over rollout.max_prompt_tokens" if num_dropped else ""
-        raise ValueError(f"{path}: no rows{why}")
+        raise UserError(f"{path}: no rows{why}")
     return FileTask(
         name=str(path),
         prompts=tuple(prompts),
@@ -184,7 +185,7 @@ def _reader(
     if is_chase:
         return None, make_chase(dataclasses.replace(config, drop_long_prompts=False))
     if config.args:
-        raise ValueError(f"task.args={config.args}: a text file takes no options")
+        raise UserError(f"task.args={config.args}: a text file takes no options")
     return load_codec(config.tokenizer, model_path, config.date), None
 
 
@@ -198,24 +199,24 @@ def _prompt(
             tokens = codec.encode(row.messages)
         else:
             tokens = chase.tokens(" ".join(message["content"] for message in row.messages))
-    except ValueError as error:
-        raise ValueError(f"{row.where}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from None
     if len(tokens) == 0:
-        raise ValueError(f"{row.where}: empty prompt (no tokens)")
+        raise UserError(f"{row.where}: empty prompt (no tokens)")
     return Prompt(prompt_id=prompt_id, tokens=tokens, task=row.source, answer=answer)
 
 
 def make_chase(config: TaskConfig) -> PointerChase:
-    """PointerChase from `config.args`; ValueError for unknown options or a tokenizer."""
+    """PointerChase from `config.args`; UserError for unknown options or a tokenizer."""
     known = [field.name for field in dataclasses.fields(PointerChase)]
     for key in config.args:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.0)[0]
-            raise ValueError(f"task.args: unknown option {key!r}; did you mean {near!r}?")
+            raise UserError(f"task.args: unknown option {key!r}; did you mean {near!r}?")
     if config.date or config.drop_long_prompts:
-        raise ValueError("task.date, task.drop_long_prompts: pointer_chase has no use for them")
+        raise UserError("task.date, task.drop_long_prompts: pointer_chase has no use for them")
     if config.tokenizer:
-        raise ValueError(f"task.tokenizer={config.tokenizer!r}: pointer_chase has its own tokens")
+        raise UserError(f"task.tokenizer={config.tokenizer!r}: pointer_chase has its own tokens")
     return PointerChase(**config.args)
 
 
@@ -226,7 +227,7 @@ def _answer(row: Row, chase: PointerChase | None) -> dict[str, Any]:
         chain = truth.get("chain") if isinstance(truth, dict) else None
         symbols = range(chase.num_symbols)
         if not isinstance(chain, list) or not chain or not all(x in symbols for x in chain):
-            raise ValueError(
+            raise UserError(
                 f"ground_truth={str(truth)[:100]}: expected {{'chain': [symbol numbers]}}"
             )
         return {"chain": [int(x) for x in chain]}
@@ -237,11 +238,11 @@ def _answer(row: Row, chase: PointerChase | None) -> dict[str, Any]:
         generator = source.removeprefix(reasoning.PREFIX)
         reasoning.check_generator(generator, {})
         if not isinstance(truth, dict) or "answer" not in truth:
-            raise ValueError(f"ground_truth={str(truth)[:100]}: expected the generator's entry")
+            raise UserError(f"ground_truth={str(truth)[:100]}: expected the generator's entry")
         answer = reasoning.make_answer(generator, {}, {"metadata": {}, **truth})
         reasoning.check_scorer(answer)
         return answer
-    raise ValueError(
+    raise UserError(
         f"data_source={source[:80]!r}: no scorer; known: pointer_chase, openai/gsm8k, "
         "reasoning_gym:<generator>"
     )

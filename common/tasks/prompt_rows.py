@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.tasks.chat import check_unicode, require
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -31,20 +32,20 @@ class Row:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Every row of the file in its order; ValueError, one line, names the first bad one."""
+    """Every row of the file in its order; UserError, one line, names the first bad one."""
     read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
     for where, row in read(path):
         try:
             yield _checked(where, row)
         except RecursionError:
-            raise ValueError(f"{where}: nested too deep") from None
+            raise UserError(f"{where}: nested too deep") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     with file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -53,7 +54,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:  # 5,000 digits: a plain ValueError
-                raise ValueError(f"{where}: not a JSON object ({error})") from None
+                raise UserError(f"{where}: not a JSON object ({error})") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -71,31 +72,31 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         message = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a readable parquet file ({message})") from None
+        raise UserError(f"{path}: not a readable parquet file ({message})") from None
 
 
 def _checked(where: str, row: Any) -> Row:
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
     for column in _COLUMNS:
         if row.get(column) is None:
-            raise ValueError(f"{where}: column {column!r} is missing")
+            raise UserError(f"{where}: column {column!r} is missing")
     source, messages, model = (row[column] for column in _COLUMNS)
     if not isinstance(source, str):
-        raise ValueError(f"{where}: data_source={str(source)[:80]!r}, expected a string")
+        raise UserError(f"{where}: data_source={str(source)[:80]!r}, expected a string")
     if not isinstance(model, dict) or model.get("ground_truth") is None:
-        raise ValueError(f"{where}: column 'reward_model.ground_truth' is missing")
+        raise UserError(f"{where}: column 'reward_model.ground_truth' is missing")
     if not isinstance(messages, list):
         kind = type(messages).__name__
-        raise ValueError(f"{where}: prompt is a {kind}, expected a list of chat messages")
+        raise UserError(f"{where}: prompt is a {kind}, expected a list of chat messages")
     for message in messages:
         parts = [message.get(k) for k in ("role", "content")] if isinstance(message, dict) else [0]
         if not all(isinstance(part, str) for part in parts):
-            raise ValueError(f"{where}: prompt: each message needs 'role' and 'content' as text")
+            raise UserError(f"{where}: prompt: each message needs 'role' and 'content' as text")
     if not any(message["content"].strip() for message in messages):
-        raise ValueError(f"{where}: empty prompt")
+        raise UserError(f"{where}: empty prompt")
     try:
         check_unicode(json.dumps([source, messages, model], ensure_ascii=False, default=str))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     return Row(where=where, source=source, messages=messages, truth=model["ground_truth"])

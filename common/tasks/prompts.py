@@ -16,6 +16,7 @@ import functools
 import numpy as np
 
 from common.config import RolloutConfig, TaskConfig
+from common.errors import UserError
 from common.tasks.prompt_files import split_rows
 from common.tasks.registry import Task, stream_seeds
 from common.types import Prompt
@@ -29,7 +30,7 @@ _END_IDS = 2**31
 class PromptSource:
     """Prompts of a run. prompt_ids are stable, and unique over training, evaluation and profile.
 
-    Raises ValueError, one line: prompts longer than rollout.max_prompt_tokens, empty prompts, files
+    Raises UserError, one line: prompts longer than rollout.max_prompt_tokens, empty prompts, files
     with fewer training rows than a step takes.
     """
 
@@ -40,11 +41,11 @@ class PromptSource:
         self._per_step = rollout.prompts_per_step
         self._seeds = stream_seeds(config)
         if task.max_prompt_tokens is not None and task.max_prompt_tokens > self._limit:
-            raise ValueError(self._too_long(f"{task.name}: prompts of", task.max_prompt_tokens))
+            raise UserError(self._too_long(f"{task.name}: prompts of", task.max_prompt_tokens))
         if task.num_items is not None:
             self._rows = split_rows(task.num_items, config.eval_seed)
             if len(self._rows[0]) < self._per_step:
-                raise ValueError(
+                raise UserError(
                     f"{task.name}: {len(self._rows[0])} training rows (of {task.num_items}), "
                     f"expected at least rollout.prompts_per_step={self._per_step}"
                 )
@@ -56,7 +57,7 @@ class PromptSource:
         first = step * self._per_step
         if self.task.num_items is None:
             if first + self._per_step > EVAL_IDS:
-                raise ValueError(f"{step=}: more than {EVAL_IDS} training prompts")
+                raise UserError(f"{step=}: more than {EVAL_IDS} training prompts")
             return [self._endless(0, i, 0) for i in range(first, first + self._per_step)]
         epoch, step_in_epoch = divmod(step, len(self._rows[0]) // self._per_step)
         order = _permutation(self._rows[0], self._config.seed, epoch)
@@ -99,10 +100,10 @@ class PromptSource:
 
     def _checked(self, prompt: Prompt) -> Prompt:
         if len(prompt.tokens) == 0:
-            raise ValueError(f"{self.task.name}: prompt {prompt.prompt_id} is empty")
+            raise UserError(f"{self.task.name}: prompt {prompt.prompt_id} is empty")
         if len(prompt.tokens) > self._limit:
             what = f"{self.task.name}: prompt {prompt.prompt_id} of"
-            raise ValueError(self._too_long(what, len(prompt.tokens)))
+            raise UserError(self._too_long(what, len(prompt.tokens)))
         return prompt
 
     def _too_long(self, what: str, tokens: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
 from common.tasks.chat import TextCodec, require
 from common.tasks.grading import GraderPool, Job
 from common.types import Prompt
@@ -102,7 +103,7 @@ class ReasoningTask:
     def prompt(self, seed: int, index: int) -> Prompt:
         """Problem `index` < 2^20 of stream `seed`: a pure function of both."""
         if not 0 <= index < ITEMS_PER_STREAM:
-            raise ValueError(f"{index=}: a stream of {self.name} has {ITEMS_PER_STREAM} problems")
+            raise UserError(f"{index=}: a stream of {self.name} has {ITEMS_PER_STREAM} problems")
         entry = _dataset(self.generator, json.dumps(self.args), stream(seed) + index)[0]
         content = f"{entry['question']}\n{INSTRUCTION}"
         return Prompt(
@@ -163,7 +164,7 @@ def score_entry(answer: Mapping[str, Any], response: str | None) -> float:
 
 
 def check_scorer(answer: Mapping[str, Any]) -> None:
-    """ValueError, one line, if the scorer fails on the right answer itself.
+    """UserError, one line, if the scorer fails on the right answer itself.
 
     A package that is missing, or metadata that a row lacks, would else be a silent 0 for every
     response.
@@ -172,33 +173,33 @@ def check_scorer(answer: Mapping[str, Any]) -> None:
         score_entry(answer, answer["entry"]["answer"])
     except _FAILURES as error:
         said = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             f"{PREFIX}{answer['generator']}: its scorer fails on the right answer "
             f"({type(error).__name__}: {said})"
         ) from None
 
 
 def check_generator(generator: str, args: Mapping[str, Any]) -> None:
-    """ValueError, one line: unknown or refused generators, unknown or impossible options."""
+    """UserError, one line: unknown or refused generators, unknown or impossible options."""
     if generator in REFUSED:
-        raise ValueError(f"task {PREFIX}{generator} is not offered: {REFUSED[generator]}")
+        raise UserError(f"task {PREFIX}{generator} is not offered: {REFUSED[generator]}")
     require("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
     if generator not in DATASETS:
         near = difflib.get_close_matches(generator, sorted(set(DATASETS) - set(REFUSED)), 1, 0.0)
-        raise ValueError(f"task {PREFIX}{generator}: unknown generator; nearest: {near[0]}")
+        raise UserError(f"task {PREFIX}{generator}: unknown generator; nearest: {near[0]}")
     config = DATASETS[generator][1]
     known = [f.name for f in dataclasses.fields(config) if f.name not in ("seed", "size")]
     for key in args:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"task {PREFIX}{generator}: unknown option {key!r}; {hint}")
+            raise UserError(f"task {PREFIX}{generator}: unknown option {key!r}; {hint}")
     try:
         _dataset(generator, json.dumps(dict(args)), 0)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task {PREFIX}{generator}: options {dict(args)}: {error}") from None
+        raise UserError(f"task {PREFIX}{generator}: options {dict(args)}: {error}") from None
 
 
 @functools.lru_cache(maxsize=4)

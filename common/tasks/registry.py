@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config import TaskConfig
+from common.errors import UserError
 from common.tasks import prompt_files, reasoning
 from common.tasks.chat import load_codec
 from common.tasks.grading import GraderPool, Job, checked_score
@@ -74,7 +75,7 @@ def build_task(
     """The task that `config.name` names; text tasks take the model's tokenizer if none is given.
 
     max_prompt_tokens: longer rows of a file are refused, or left out (`config.drop_long_prompts`).
-    Raises ValueError, one line, for unknown names (nearest offered), options and bad files.
+    Raises UserError, one line, for unknown names (nearest offered), options and bad files.
     """
     name = config.name
     stream_seeds(config)
@@ -83,7 +84,7 @@ def build_task(
     if name.startswith(reasoning.PREFIX):
         streams = [reasoning.stream(seed) for seed in stream_seeds(config)]
         if len(set(streams)) < 3:
-            raise ValueError(
+            raise UserError(
                 f"seed={config.seed}, eval_seed={config.eval_seed}: training and held-out problems "
                 f"of {name} would overlap (seeds count modulo {reasoning.NUM_STREAMS}); change one"
             )
@@ -101,7 +102,7 @@ def build_task(
         return prompt_files.load_file_task(config, model_path, max_prompt_tokens)
     known = [PointerChase.name, f"{reasoning.PREFIX}<generator>"]
     near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-    raise ValueError(
+    raise UserError(
         f"task.name={name!r}: unknown task; nearest: {near}; or a file *.jsonl, *.parquet"
     )
 

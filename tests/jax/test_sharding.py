@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from sparrow_jax import sharding
 from sparrow_jax.model import PARTITION
 from tests.conftest import ROOT
@@ -184,7 +185,7 @@ def test_eight_devices_compute_what_one_does(program):
 
 def test_more_devices_than_there_are_get_one_line():
     have = len(jax.devices())
-    with pytest.raises(ValueError, match=rf"needs {have + 1} devices, this process sees {have}"):
+    with pytest.raises(UserError, match=rf"needs {have + 1} devices, this process sees {have}"):
         sharding.make_mesh((have + 1, 1, 1))
 
 
@@ -202,5 +203,5 @@ def test_a_mesh_that_does_not_divide_the_model_gets_one_line():
     mesh = jax.sharding.AbstractMesh((2, 1, 4), ("data", "fsdp", "tensor"))
     tree = {"layers": {"k_LDKH": np.ones((2, 3, 2, 8), np.float32)}}
     words = r"learner.mesh=\(2, 1, 4\): cannot split 2 of k_LDKH \[2, 3, 2, 8\] over tensor=4"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         sharding.shard_params(tree, mesh)

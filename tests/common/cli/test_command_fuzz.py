@@ -5,7 +5,7 @@ import random
 from common.cli import command_line
 from common.cli.commands import COMMANDS
 from common.config import Config, overrides
-from common.errors import is_user_error, one_line
+from common.errors import UserError, one_line
 
 VALUES = (
     "", "0", "-1", "nan", "inf", "1e309", "9" * 5000, "\udcff", "\x00", "a=b", "-", "=", "--=",
@@ -41,8 +41,7 @@ def test_random_command_lines_end_in_one_line():
         try:
             arguments = command_line.parse_arguments(command, argv)
             overrides.apply(Config(), arguments.overrides)
-        except ValueError as error:
-            assert is_user_error(error), [word[:80] for word in argv]
+        except UserError as error:
             assert "\n" not in one_line(error)
             refused += 1
     assert refused > 150  # most of them cannot be right
@@ -52,5 +51,5 @@ def test_every_value_of_a_free_setting_is_read_without_a_traceback():
     for value in VALUES:
         try:
             overrides.apply(Config(), {"task.args.x": value})
-        except ValueError as error:
-            assert is_user_error(error), value[:80]
+        except UserError:
+            pass

@@ -1,7 +1,6 @@
 """The command line as a user meets it: help, one line and status 2, Ctrl-C, bugs."""
 
 import errno
-import json
 import os
 import shlex
 import signal
@@ -15,7 +14,7 @@ import pytest
 from common.cli import command_line
 from common.cli.commands import COMMANDS
 from common.config import Config, overrides
-from common.errors import UserError, is_disk_full, is_user_error
+from common.errors import UserError, is_disk_full
 from common.records import run_dir
 from common.schedule import schedule
 
@@ -71,6 +70,7 @@ def fails(capsys, line, status=2):
         ("schedule --profile=bad.json", "bad.json"),
         ("eval --config=r.py", "either --run=RUN or"),
         ("eval --run=x", "x: no run of sparrow"),
+        ("eval --run=x --samples=0", "--samples=0: expected at least 1"),
         ("report", "expected RUN..."),
         ("report r.py", "r.py: no run of sparrow"),
         ("train --run=x --config=" + "y" * 300, "yyy...: 300 characters, too long a file name"),
@@ -190,21 +190,39 @@ def test_core_binds_the_process_to_one_core(folder):
     assert err == f"{ {cores[1 % len(cores)]} }\n"
 
 
-def caught(function, *arguments):
-    with pytest.raises(ValueError) as error:
-        function(*arguments)
-    return error.value
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ("UserError", 2, "sparrow: a=1: expected 2\n"),
+        ("ValueError", 1, "ValueError: a=1: expected 2\n"),
+    ],
+)
+def test_a_user_error_is_one_line_and_a_value_error_of_ours_a_traceback(
+    folder, error, status, said
+):
+    body = f"from common.errors import UserError; raise {error}('a=1: expected 2')"
+    process = start(body, folder)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert err.endswith(said) and ("Traceback" in err) == (status == 1)
 
 
-def test_a_check_of_ours_is_the_users_mistake_and_a_library_error_is_not():
-    assert is_user_error(UserError("x"))
-    assert is_user_error(caught(lambda: schedule.resolve("k=x", page_size=16, bin_tokens=8)))
-    assert is_user_error(caught(lambda: schedule.Schedule(page_size=16, bin_tokens=8, budgets=())))
-    assert is_user_error(caught(lambda: overrides.from_dict({"num_steps": "x"})))
-    assert not is_user_error(caught(int, "three"))
-    assert not is_user_error(caught(json.loads, "{"))
-    unequal = [np.zeros(2), np.zeros(3)]  # numpy complains from a line of ours, no `raise` of ours
-    assert not is_user_error(caught(schedule.Schedule.budgets_at, FLAT, unequal))
+def test_what_a_user_names_is_checked_as_input_and_what_our_code_passes_is_not():
+    with pytest.raises(UserError):
+        schedule.resolve("k=x", page_size=16, bin_tokens=8)
+    with pytest.raises(UserError):
+        schedule.resolve("k=9999999", page_size=16, bin_tokens=8)
+    with pytest.raises(UserError):
+        overrides.from_dict({"num_steps": "x"})
+    for make in (
+        lambda: schedule.Schedule(page_size=16, bin_tokens=8, budgets=()),
+        lambda: schedule.Schedule(page_size=0, bin_tokens=8, budgets=(4,)),
+        lambda: FLAT.budget(-1),
+        lambda: FLAT.budgets_at(np.array([0.5])),
+    ):
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert not isinstance(caught.value, UserError)
 
 
 def test_a_full_disk_is_one_line_and_status_1(folder, capsys, monkeypatch):

@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 
 from common import oracles
-from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig, settings
+from common.config import (
+    BASELINES,
+    Config,
+    GrpoConfig,
+    LearnerConfig,
+    MismatchConfig,
+    ModelConfig,
+    RolloutConfig,
+    TaskConfig,
+    WarmupConfig,
+)
 from common.config.fields import check_within
+from common.errors import UserError
 from common.objective import grpo
 
 GROUPS = [Config, *(type(getattr(Config(), f.name)) for f in dataclasses.fields(Config))]
@@ -29,7 +40,7 @@ EXTREMES = (
 def refusal(cls, **values):
     try:
         cls(**values)
-    except ValueError as error:
+    except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 300
         return str(error)
     return ""
@@ -62,9 +73,9 @@ def test_every_number_has_bounds():
         (ModelConfig, "norm_eps", 1e30),
         (ModelConfig, "rope_theta", -1.0),
         (ModelConfig, "rope_theta", 1e300),
-        (settings.MismatchConfig, "budgets", (4, 2**31)),
-        (settings.WarmupConfig, "stages", ((10**12, 1, 2, 2, 1.0),)),
-        (settings.TaskConfig, "deadline_seconds", 1e308),
+        (MismatchConfig, "budgets", (4, 2**31)),
+        (WarmupConfig, "stages", ((10**12, 1, 2, 2, 1.0),)),
+        (TaskConfig, "deadline_seconds", 1e308),
     ],
 )
 def test_settings_that_cannot_work_are_refused(cls, name, value):
@@ -84,11 +95,11 @@ def test_ends_of_an_interval():
         for x in good:
             check_within("x", x, within)
         for x in bad:
-            with pytest.raises(ValueError, match=r"^x=.*: expected (at least|more than) 0 and"):
+            with pytest.raises(UserError, match=r"^x=.*: expected (at least|more than) 0 and"):
                 check_within("x", x, within)
 
 
-@pytest.mark.parametrize("baseline", settings.BASELINES)
+@pytest.mark.parametrize("baseline", BASELINES)
 def test_a_group_of_one_can_learn_or_is_refused(baseline):
     for normalize_std in (None, True, False):
         c = GrpoConfig(baseline=baseline, normalize_std=normalize_std, num_minibatches=1)

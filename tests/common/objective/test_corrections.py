@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config.settings import CORRECTIONS
+from common.config import CORRECTIONS
 from common.objective import corrections
 from common.rollout import noise
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.config import Config, RolloutConfig
-from common.errors import is_user_error
+from common.errors import UserError
 from common.records.metrics import MetricsWriter, read_metrics, read_sound
 from common.records.run_dir import open_run
 from common.report.report import load_runs, write_report
@@ -104,8 +104,7 @@ def attempt(function, *arguments):
     """None, or the one line of a refusal; anything else is a fault."""
     try:
         function(*arguments)
-    except ValueError as error:
-        assert is_user_error(error), error
+    except UserError as error:
         assert "\n" not in str(error)
         return str(error)
     return None

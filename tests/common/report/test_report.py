@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from common.config import Config, MismatchConfig, RolloutConfig
+from common.errors import UserError
 from common.records.metrics import MetricsWriter
 from common.report.report import load_runs, write_report
 from common.report.report_words import flatten, seeds_per_arm, tiles, verdict
@@ -330,7 +331,7 @@ def test_differing_settings_come_first(pair):
 
 @pytest.mark.parametrize("missing", [[], ["nowhere"]])
 def test_no_run_is_one_clear_line(tmp_path, missing):
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(UserError, match="expected"):
         write_report([tmp_path / name for name in missing], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from common.errors import UserError
 from common.report.report_bench import table
 
 NUMBERS = {
@@ -35,7 +36,7 @@ def test_what_the_table_says(tmp_path):
 def test_a_damaged_file_is_one_line(tmp_path, change, words):
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(NUMBERS | change))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         table(path)
 
 
@@ -43,5 +44,5 @@ def test_a_damaged_file_is_one_line(tmp_path, change, words):
 def test_another_file_is_one_line(tmp_path, text):
     path = tmp_path / "bench.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"bench\.json: no"):
+    with pytest.raises(UserError, match=r"bench\.json: no"):
         table(path)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from common.schedule import presets, schedule
 from common.schedule.schedule import DENSE, Schedule, load, resolve
 
@@ -59,7 +60,7 @@ def test_budgets_that_are_no_page_count_are_refused(k):
         make((4, k))
     data = make((4, 8)).to_json()
     data["bins"][1]["k"] = k
-    with pytest.raises(ValueError, match=r"bins\[1\].k=.*expected an integer"):
+    with pytest.raises(UserError, match=r"bins\[1\].k=.*expected an integer"):
         schedule.parse(data)
 
 
@@ -101,7 +102,7 @@ def test_files_with_a_hole_or_overlap_are_refused(tmp_path, fault):
     fault(data["bins"])
     path = tmp_path / "s.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"s.json: bins\[\d\] covers .* without hole") as error:
+    with pytest.raises(UserError, match=r"s.json: bins\[\d\] covers .* without hole") as error:
         load(path, page_size=16)
     assert "\n" not in str(error.value)
 
@@ -125,7 +126,7 @@ def test_files_with_a_hole_or_overlap_are_refused(tmp_path, fault):
 def test_wrong_files_get_one_line(tmp_path, change, message):
     path = tmp_path / "s.json"
     path.write_text(json.dumps(make().to_json() | change))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         load(path, page_size=16)
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -134,7 +135,7 @@ def test_wrong_files_get_one_line(tmp_path, change, message):
 def test_what_is_no_json_object_gets_one_line(tmp_path, content):
     path = tmp_path / "s.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="s.json") as error:
+    with pytest.raises(UserError, match="s.json") as error:
         load(path, page_size=16)
     assert "\n" not in str(error.value)
 
@@ -184,7 +185,7 @@ def test_resolve(tmp_path):
     ],
 )
 def test_resolve_refuses_in_one_line(text, page_size, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         resolve(text, page_size=page_size, bin_tokens=64)
     assert message in str(error.value) and "\n" not in str(error.value)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from common.config import ModelConfig
 from common.cost import decode_cost as cost
+from common.errors import UserError
 from common.schedule import schedule_search
 from common.schedule.profile_file import load_profile
 from common.schedule.schedule import DENSE, Schedule, load
@@ -46,7 +47,7 @@ def test_search_by_hand():
 
 
 def test_bins_without_enough_tokens_are_refused_by_name():
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         search(profile(TABLE), **HOW)
     assert "bins 0, 4 (positions 0..63, 256..319)" in str(error.value)
     assert "--extrapolate" in str(error.value) and "\n" not in str(error.value)
@@ -57,7 +58,7 @@ def test_bins_without_enough_tokens_are_refused_by_name():
     # a bin that the rows do not even name is as bad as one with few tokens
     gap = profile(judged)
     gap["rows"] = [row for row in gap["rows"] if row["bin"] != 1]
-    with pytest.raises(ValueError, match=r"judge bin 1 \(positions 64..127\)"):
+    with pytest.raises(UserError, match=r"judge bin 1 \(positions 64..127\)"):
         search(gap, **HOW)
 
 
@@ -106,15 +107,15 @@ def test_result_survives_its_file_and_says_what_was_measured(tmp_path):
 
 
 def test_search_refuses():
-    with pytest.raises(ValueError, match="no bin has enough tokens"):
+    with pytest.raises(UserError, match="no bin has enough tokens"):
         search(profile({4: [None, None]}), **HOW, extrapolate=True)
-    with pytest.raises(ValueError, match="no bin has enough tokens"):
+    with pytest.raises(UserError, match="no bin has enough tokens"):
         search(profile({"dense": [0.99]}), **HOW, extrapolate=True)
-    with pytest.raises(ValueError, match=r"quantile=0.1: the profile has \[0.01, 0.05\]"):
+    with pytest.raises(UserError, match=r"quantile=0.1: the profile has \[0.01, 0.05\]"):
         search(profile(TABLE), tau=0.9, quantile=0.1)
-    with pytest.raises(ValueError, match="tau=1.5"):
+    with pytest.raises(UserError, match="tau=1.5"):
         search(profile(TABLE), tau=1.5, quantile=0.05)
-    with pytest.raises(ValueError, match="rule='low': expected 'point'.*'lower'"):
+    with pytest.raises(UserError, match="rule='low': expected 'point'.*'lower'"):
         search(profile(TABLE), **HOW, rule="low")
 
 
@@ -190,11 +191,11 @@ def test_cheapest_page_size_wins():
 
 def test_page_sizes_of_one_model_once_each():
     a = profile({4: [0.95]})
-    with pytest.raises(ValueError, match="page sizes .16, 16.: give one for each"):
+    with pytest.raises(UserError, match="page sizes .16, 16.: give one for each"):
         joint(a, a)
-    with pytest.raises(ValueError, match=r"profiles of models/tiny, other: .* one model only"):
+    with pytest.raises(UserError, match=r"profiles of models/tiny, other: .* one model only"):
         joint(a, profile({4: [0.95]}, 32, model="other"))
-    with pytest.raises(ValueError, match="pages of 32: too few tokens to judge bin 1"):
+    with pytest.raises(UserError, match="pages of 32: too few tokens to judge bin 1"):
         joint(a, profile({4: [0.95, None]}, 32))
 
 
@@ -236,14 +237,14 @@ def test_profile_files(tmp_path):
         data = json.loads(json.dumps(profile(TABLE, halves=(TABLE, TABLE))))
         change(data)
         path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(UserError, match=message) as error:
             load_profile(path)
         assert "\n" not in str(error.value)
 
 
 def test_profile_of_another_policy_gives_no_schedule():
     """Decode would not read the pages that were measured, nor as many."""
-    with pytest.raises(ValueError, match="policy 'oracle'; decode chooses by 'mean'"):
+    with pytest.raises(UserError, match="policy 'oracle'; decode chooses by 'mean'"):
         search(profile(TABLE, policy="oracle"), tau=0.9, quantile=0.05, extrapolate=True)
     same = [
         search(profile(TABLE, **more), tau=0.9, quantile=0.05, extrapolate=True).budgets

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.config import TaskConfig
+from common.errors import UserError
 from common.tasks import registry
 from common.tasks.chat import load_codec
 from tests.common.task_files import row, write_jsonl, write_tokenizer
@@ -47,13 +48,13 @@ def test_chat_template_is_rendered_in_a_sandbox(tmp_path):
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{% for %}", "cannot render"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             load_codec(write_tokenizer(tmp_path / "t", bad), "").render(messages)
 
 
 def test_named_and_separate_templates_and_generation_config(tmp_path):
     path = write_tokenizer(tmp_path / "t", [{"name": "default", "template": "A"}], eos=None)
-    with pytest.raises(ValueError, match="no stop token"):
+    with pytest.raises(UserError, match="no stop token"):
         load_codec(path, "")
     (tmp_path / "t" / "generation_config.json").write_text('{"eos_token_id": [256, 10]}')
     codec = load_codec(path, "")
@@ -66,11 +67,11 @@ def test_named_and_separate_templates_and_generation_config(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
 def test_broken_tokenizers_get_one_line(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match="tokenizer.json"):
+    with pytest.raises(UserError, match="tokenizer.json"):
         load_codec(str(tmp_path), "")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_codec(str(tmp_path / "none.json"), "")
-    with pytest.raises(ValueError, match="name a tokenizer.json"):
+    with pytest.raises(UserError, match="name a tokenizer.json"):
         load_codec("", "")
 
 
@@ -106,7 +107,7 @@ def test_forms_of_templates(tmp_path):
     named = {"default": TURNS, "rag": "R"}
     codec = load_codec(with_files(tmp_path / "b", named), "")
     assert codec.render(HELLO) == "[user]hello<eos>[bot]"
-    with pytest.raises(ValueError, match="default") as error:
+    with pytest.raises(UserError, match="default") as error:
         load_codec(with_files(tmp_path / "c", [{"name": "rag", "template": "R"}]), "")
     assert "\n" not in str(error.value)
     folder = with_files(tmp_path / "d")
@@ -141,7 +142,7 @@ def test_stop_tokens_are_all_that_a_file_names(tmp_path, files, stops):
     ],
 )
 def test_wrong_stop_tokens_get_one_line(tmp_path, eos, files, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_codec(with_files(tmp_path / "t", eos=eos, **files), "")
     assert "\n" not in str(error.value)
 
@@ -149,32 +150,32 @@ def test_wrong_stop_tokens_get_one_line(tmp_path, eos, files, message):
 def test_a_prompt_has_neither_todays_date_nor_chance_in_it(tmp_path):
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + TURNS
     folder = with_files(tmp_path / "t", dated)
-    with pytest.raises(ValueError, match="today's date.*set task.date, e.g. 2026-01-31"):
+    with pytest.raises(UserError, match="today's date.*set task.date, e.g. 2026-01-31"):
         load_codec(folder, "").render(HELLO)
     assert load_codec(folder, "", "2024-07-26").render(HELLO).startswith("26 Jul 2024[user]hello")
     name = write_jsonl(tmp_path / "d.jsonl", [row()])
-    with pytest.raises(ValueError, match="line 1: the chat template asks for today's date"):
+    with pytest.raises(UserError, match="line 1: the chat template asks for today's date"):
         registry.build_task(TaskConfig(name=name, tokenizer=folder))
     task = registry.build_task(TaskConfig(name=name, tokenizer=folder, date="2024-07-26"))
     assert task.text(task.prompts[0].tokens).startswith("26 Jul 2024")
     computed = with_files(tmp_path / "u", "{% set f = '%Y' %}{{ strftime_now(f) }}")
-    with pytest.raises(ValueError, match="today's date"):
+    with pytest.raises(UserError, match="today's date"):
         load_codec(computed, "", "2024-07-26").render(HELLO)
     chance = with_files(tmp_path / "v", "{{ ['a', 'b'] | random }}")
-    with pytest.raises(ValueError, match="random"):
+    with pytest.raises(UserError, match="random"):
         load_codec(chance, "").render(HELLO)
-    with pytest.raises(ValueError, match="date='31.1.2026': expected a date such as 2026-01-31"):
+    with pytest.raises(UserError, match="date='31.1.2026': expected a date such as 2026-01-31"):
         TaskConfig(date="31.1.2026")
 
 
 def test_text_that_is_no_unicode_is_named(tmp_path):
     """JSON may hold half of a surrogate pair, a cut emoji; no tokenizer takes it."""
     codec = load_codec(with_files(tmp_path / "t"), "")
-    with pytest.raises(ValueError, match=r"half of a surrogate pair, '\\ud83d'"):
+    with pytest.raises(UserError, match=r"half of a surrogate pair, '\\ud83d'"):
         codec.encode([{"role": "user", "content": "a\ud83d"}])
 
 
 def test_without_transformers_the_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"transformers is not installed; run: pip install 'spar"):
+    with pytest.raises(UserError, match=r"transformers is not installed; run: pip install 'spar"):
         load_codec(with_files(tmp_path / "t"), "")

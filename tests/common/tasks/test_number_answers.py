@@ -4,6 +4,7 @@ from decimal import Decimal
 
 import pytest
 
+from common.errors import UserError
 from common.tasks import number_expressions
 from common.tasks.number_answers import final_number, number_job, score_number, truth_number
 
@@ -34,7 +35,7 @@ def test_a_ground_truth_is_one_plain_number(truth, number):
 )  # fmt: skip
 def test_any_other_ground_truth_is_refused(truth):
     """Its last digits were taken once: 3, 6, 2, 3, 16, 5 and 2 for the first seven."""
-    with pytest.raises(ValueError, match="ground_truth=.*: expected a number") as error:
+    with pytest.raises(UserError, match="ground_truth=.*: expected a number") as error:
         truth_number(truth)
     assert "\n" not in str(error.value)
 

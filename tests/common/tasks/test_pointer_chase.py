@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import UserError
 from common.tasks.pointer_chase import EOS, QUERY, PointerChase
 
 TINY = PointerChase(num_symbols=8, min_entries=4, max_entries=4, header_tokens=2, fact_repeats=1)
@@ -197,15 +198,15 @@ def test_stated_before_marks_what_can_be_predicted():
     ],
 )
 def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         PointerChase(**options)
 
 
 def test_unknown_words_and_demonstration_sizes_are_refused():
     for word in ("k8", "v8", "x1", "k-1", "kk", "k", "k" + "9" * 5000):
-        with pytest.raises(ValueError, match="no token"):
+        with pytest.raises(UserError, match="no token"):
             TINY.tokens(word)
-    with pytest.raises(ValueError, match="no token"):
+    with pytest.raises(UserError, match="no token"):
         CLASSIC.tokens("v1")  # shared values: there are no v tokens
-    with pytest.raises(ValueError, match="expected 2 <= min"):
+    with pytest.raises(UserError, match="expected 2 <= min"):
         TINY.demonstration(np.random.default_rng(0), 4, 9)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import RolloutConfig, TaskConfig
+from common.errors import UserError
 from common.tasks import registry
 from common.tasks.prompts import PromptSource
 from common.types import Prompt
@@ -57,9 +58,9 @@ def test_training_evaluation_and_profile_have_no_problem_in_common():
     assert len({p.tokens.tobytes() for p in everything}) == 3 * 64
     assert all(0 <= p.prompt_id < 2**31 for p in everything)
     assert ids(s.eval_batch(3)) == ids(s.eval_batch(64))[:3]
-    with pytest.raises(ValueError, match="n=0: expected"):
+    with pytest.raises(UserError, match="n=0: expected"):
         s.eval_batch(0)
-    with pytest.raises(ValueError, match="step=-1"):
+    with pytest.raises(UserError, match="step=-1"):
         s.batch(-1)
 
 
@@ -72,7 +73,7 @@ def test_epochs_of_a_finite_task(num_rows, per_step, seed, eval_seed):
     rollout = RolloutConfig(prompts_per_step=per_step)
     num_train = num_rows - 2 * max(1, num_rows // 10)
     if num_train < per_step:
-        with pytest.raises(ValueError, match=f"{num_train} training rows"):
+        with pytest.raises(UserError, match=f"{num_train} training rows"):
             PromptSource(Rows(num_rows), config, rollout)
         return
     s = PromptSource(Rows(num_rows), config, rollout)
@@ -101,19 +102,19 @@ def test_orders_change_with_epoch_and_seed_and_the_split_with_eval_seed():
 
 
 def test_prompts_over_the_limit_give_both_numbers(tmp_path):
-    with pytest.raises(ValueError, match="of 82 tokens, over rollout.max_prompt_tokens=81"):
+    with pytest.raises(UserError, match="of 82 tokens, over rollout.max_prompt_tokens=81"):
         # header 16, 16 facts of 2 * 2 tokens, `? k`: 16 + 64 + 2 = 82
         source(max_prompt_tokens=81)
     source(max_prompt_tokens=82)
     name = write_jsonl(tmp_path / "d.jsonl", [row(f"{i}?") for i in range(11)] + [row("x" * 99)])
     config = TaskConfig(name=name, tokenizer=write_tokenizer(tmp_path / "t"))
     # "User: " + 99 + newline + "Assistant:" = 6 + 99 + 1 + 10 = 116 bytes = tokens
-    with pytest.raises(ValueError, match="of 116 tokens, over rollout.max_prompt_tokens=115"):
+    with pytest.raises(UserError, match="of 116 tokens, over rollout.max_prompt_tokens=115"):
         source(config, max_prompt_tokens=115)
     s = source(config, max_prompt_tokens=116, prompts_per_step=10)
     assert len(ids(s.batch(0) + s.eval_batch(9) + s.profile_batch(9))) == 12
 
 
 def test_too_few_rows_are_refused():
-    with pytest.raises(ValueError, match="2 rows: expected at least 3"):
+    with pytest.raises(UserError, match="2 rows: expected at least 3"):
         PromptSource(Rows(2), TaskConfig(), RolloutConfig())

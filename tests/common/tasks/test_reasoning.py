@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common.config import TaskConfig
+from common.errors import UserError
 from common.tasks import reasoning, registry
 from common.tasks.grading import GraderPool
 from tests.common.task_files import rollout, row, write_jsonl, write_tokenizer
@@ -30,14 +31,14 @@ def test_prompts_are_pure_functions_and_carry_their_answer(task):
 def test_streams_of_different_seeds_share_no_item(task):
     """Seeds 0 and 1: items start at 0 and 2^20; index stays below 2^20, so they never meet."""
     assert reasoning.stream(1) - reasoning.stream(0) == reasoning.ITEMS_PER_STREAM
-    with pytest.raises(ValueError, match="has 1048576 problems"):
+    with pytest.raises(UserError, match="has 1048576 problems"):
         task.prompt(0, reasoning.ITEMS_PER_STREAM)
     # Random(seed + index) would make these two the same problem
     assert not np.array_equal(task.prompt(0, 1).tokens, task.prompt(1, 0).tokens)
     last = task.prompt(0, reasoning.ITEMS_PER_STREAM - 1)
     assert not np.array_equal(last.tokens, task.prompt(1, 0).tokens)
     # 4096 streams: eval_seed = seed + 4096 would be the training set itself
-    with pytest.raises(ValueError, match="would overlap"):
+    with pytest.raises(UserError, match="would overlap"):
         registry.build_task(TaskConfig(name=task.name, seed=3, eval_seed=3 + 4096))
 
 
@@ -72,18 +73,18 @@ def test_a_scorer_that_cannot_work_is_refused_at_start(task, tmp_path, monkeypat
     # this scorer reads metadata["solution"], which the row lacks
     rows = [row("?", {"answer": "x"}, "reasoning_gym:futoshiki")]
     config = TaskConfig(name=write_jsonl(tmp_path / "d.jsonl", rows), tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="line 1: .*its scorer fails on the right answer"):
+    with pytest.raises(UserError, match="line 1: .*its scorer fails on the right answer"):
         registry.build_task(config)
 
     def missing(self, answer, entry):
         raise ImportError("No module named 'far'")
 
     monkeypatch.setattr(type(reasoning._dataset("chain_sum", "{}", 0)), "score_answer", missing)
-    with pytest.raises(ValueError, match="fails on the right answer .ImportError: No module") as e:
+    with pytest.raises(UserError, match="fails on the right answer .ImportError: No module") as e:
         registry.build_task(TaskConfig(name="reasoning_gym:chain_sum", tokenizer=tokenizer))
     assert "\n" not in str(e.value)
     dated = write_tokenizer(tmp_path / "u", "{{ strftime_now('%d %B %Y') }}")
-    with pytest.raises(ValueError, match="set task.date"):  # before anything is compiled
+    with pytest.raises(UserError, match="set task.date"):  # before anything is compiled
         registry.build_task(TaskConfig(name="reasoning_gym:leg_counting", tokenizer=dated))
 
 
@@ -99,7 +100,7 @@ def test_a_scorer_that_cannot_work_is_refused_at_start(task, tmp_path, monkeypat
     ],
 )
 def test_refusals_are_one_line(generator, args, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         registry.build_task(TaskConfig(name=f"reasoning_gym:{generator}", args=args))
     assert "\n" not in str(error.value)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from common.config import TaskConfig
+from common.errors import UserError
 from common.tasks import registry
 from common.tasks.grading import GraderPool
 from common.tasks.pointer_chase import PointerChase
@@ -40,7 +41,7 @@ def test_pointer_chase_by_name_and_scores_of_a_rollout():
     ],
 )
 def test_wrong_settings_get_one_line(config, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         registry.build_task(TaskConfig(**config))
     assert "\n" not in str(error.value)
 
@@ -124,7 +125,7 @@ def bad(change):
 def test_bad_rows_get_one_line_with_their_number(tmp_path, rows, message):
     name = write_jsonl(tmp_path / "d.jsonl", rows)
     config = TaskConfig(name=name, tokenizer=write_tokenizer(tmp_path / "t"))
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         registry.build_task(config)
     assert "\n" not in str(error.value)
 
@@ -133,19 +134,19 @@ def test_broken_json_line_is_named(tmp_path):
     path = tmp_path / "d.jsonl"
     config = TaskConfig(name=str(path), tokenizer=write_tokenizer(tmp_path / "t"))
     path.write_text(json.dumps(row()) + "\n\n{'data_source'\n")
-    with pytest.raises(ValueError, match="line 3: not a JSON object"):
+    with pytest.raises(UserError, match="line 3: not a JSON object"):
         registry.build_task(config)
     path.write_bytes(b"\xff\xff\n")
-    with pytest.raises(ValueError, match="line 1: not a JSON object"):
+    with pytest.raises(UserError, match="line 1: not a JSON object"):
         registry.build_task(config)
     path.write_text('{"a": ' + "9" * 5000 + "}")  # Python refuses such integers
-    with pytest.raises(ValueError, match="line 1: not a JSON object"):
+    with pytest.raises(UserError, match="line 1: not a JSON object"):
         registry.build_task(config)
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="line 1: not a JSON object"):
+    with pytest.raises(UserError, match="line 1: not a JSON object"):
         registry.build_task(config)
     path.write_text(json.dumps(row()) + "\n")
-    with pytest.raises(ValueError, match="a text file takes no options"):
+    with pytest.raises(UserError, match="a text file takes no options"):
         registry.build_task(TaskConfig(name=str(path), args={"a": 1}))
 
 
@@ -164,10 +165,10 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     for p, q in zip(a.prompts, b.prompts, strict=True):
         assert np.array_equal(p.tokens, q.tokens) and (p.answer, p.task) == (q.answer, q.task)
     pq.write_table(pa.Table.from_pylist(rows[:2]).drop(["reward_model"]), path)
-    with pytest.raises(ValueError, match="row 1: column 'reward_model' is missing"):
+    with pytest.raises(UserError, match="row 1: column 'reward_model' is missing"):
         registry.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
     path.write_bytes(b"PAR1 nonsense")
-    with pytest.raises(ValueError, match="not a readable parquet file") as error:
+    with pytest.raises(UserError, match="not a readable parquet file") as error:
         registry.build_task(TaskConfig(name=str(path), tokenizer=tokenizer))
     assert "\n" not in str(error.value)
 
@@ -187,10 +188,10 @@ def test_pointer_chase_file(tmp_path):
     assert registry.score(task, rollout([task.prompt(0, 0)], [right])).tolist() == [1]
     for truth in ({"chain": [8]}, {"chain": []}, {"chain": [0.5]}, {}, "k1"):
         name = write_jsonl(tmp_path / "d.jsonl", [row("k1 v1", truth, "pointer_chase")])
-        with pytest.raises(ValueError, match="line 1: ground_truth="):
+        with pytest.raises(UserError, match="line 1: ground_truth="):
             registry.build_task(TaskConfig(name=name, args=args))
     name = write_jsonl(tmp_path / "d.jsonl", [row("k9 v1", {"chain": [1]}, "pointer_chase")])
-    with pytest.raises(ValueError, match="line 1: word='k9'"):
+    with pytest.raises(UserError, match="line 1: word='k9'"):
         registry.build_task(TaskConfig(name=name, args=args))
 
 
@@ -212,7 +213,7 @@ def test_rows_too_long_are_named_or_left_out_and_counted(tmp_path):
     name, tokenizer = write_jsonl(tmp_path / "d.jsonl", rows), write_tokenizer(tmp_path / "t")
     config = TaskConfig(name=name, tokenizer=tokenizer)
     assert registry.build_task(config, "", 22).num_items == 5
-    with pytest.raises(ValueError, match="line 3: 22 tokens, over .*max_prompt_tokens=21; .*drop_"):
+    with pytest.raises(UserError, match="line 3: 22 tokens, over .*max_prompt_tokens=21; .*drop_"):
         registry.build_task(config, "", 21)
     config = TaskConfig(name=name, tokenizer=tokenizer, drop_long_prompts=True)
     task = registry.build_task(config, "", 21)
@@ -221,9 +222,9 @@ def test_rows_too_long_are_named_or_left_out_and_counted(tmp_path):
     assert task.describe(7)[0].startswith(
         f"{name}: 4 rows (1 more are too long and left out), 2 to train on, 1 held out for "
     )
-    with pytest.raises(ValueError, match="no rows; 5 are over rollout.max_prompt_tokens"):
+    with pytest.raises(UserError, match="no rows; 5 are over rollout.max_prompt_tokens"):
         registry.build_task(config, "", 5)
-    with pytest.raises(ValueError, match="pointer_chase has no use"):
+    with pytest.raises(UserError, match="pointer_chase has no use"):
         registry.build_task(TaskConfig(drop_long_prompts=True))
 
 
