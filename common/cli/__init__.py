@@ -1,1 +1,1 @@
-"""The command `sparrow`: arguments, help, and which function does the work."""
+"""The command `sparrow`: arguments, help, and the functions that run the commands."""

@@ -1,10 +1,13 @@
-"""The command `sparrow`: reads the arguments, runs one command, turns mistakes into one line.
+"""The command `sparrow`: reads the arguments, runs one command, reports mistakes in one line.
 
     sparrow COMMAND --config=configs/x.py --config.a.b=VALUE --flag=VALUE
 
-Exit status: 0 done, 2 the user's mistake (one line `sparrow: ...` on stderr), 130 stopped by
-Ctrl-C or SIGTERM (it says so where the same command resumes), 1 a full disk (one line) or a bug
-(traceback). --debug shows every traceback.
+Exit status:
+    0    done
+    1    a full disk (one line on stderr), or a bug (a traceback)
+    2    a mistake of the user (one line on stderr)
+    130  stopped by Ctrl-C or SIGTERM; the line says whether the same command resumes
+--debug shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ from common.errors import UserError, is_disk_full, one_line
 from common.records import stopping
 
 INTRODUCTION = """\
-sparrow: GRPO whose samples are drawn with scheduled block-sparse attention and whose policy is
-trained with dense attention (arXiv 2606.08446).
+sparrow: GRPO with rollouts under scheduled block-sparse attention, and a policy that is trained
+under dense attention (arXiv 2606.08446).
 
 usage: sparrow COMMAND --config=RECIPE.py [--config.group.setting=VALUE ...] [--flag=VALUE ...]
 """
 
 FIRST_STEPS = """\
 first steps:
-  sparrow doctor                                              what can this machine run?
-  sparrow warmup --config=configs/demo.py --run=runs/a        a small policy from scratch
+  sparrow doctor                                              shows what this machine can run
+  sparrow warmup --config=configs/demo.py --run=runs/a        trains a small policy from scratch
   sparrow profile --config=configs/demo.py --model=runs/a/model --out=runs/profile.json
   sparrow schedule --config=configs/demo.py --profile=runs/profile.json --extrapolate \\
       --out=runs/schedule.json
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     status = _run([a for a in words if a != "--debug"], debug)
     if argv is None and status in (1, stopping.STATUS):
-        # What threads of libraries still say about the same stop would follow our one line.
+        # Leave at once: threads of libraries would print more about the same stop.
         sys.stdout.flush()
         os._exit(status)
     return status
@@ -78,18 +81,18 @@ def _run(argv: list[str], debug: bool) -> int:
 
 
 def _say(error: Exception, argv: list[str], debug: bool) -> int:
-    """The one line about what is no bug, and its exit status; a bug is raised again."""
+    """Print the one line of a mistake or a full disk, return its status; a bug is raised again."""
     if debug:
         raise error
     if is_disk_full(error):
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-        hint = _resumes(argv) or "; do it again"
-        print(f"sparrow: {where}no space left on device; make room{hint}", file=sys.stderr)
+        hint = _resumes(argv) or "; then run the command again"
+        print(f"sparrow: {where}no space left on device; free some{hint}", file=sys.stderr)
         return 1
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = Path(str(error.filename)).name
-        print(f"sparrow: {name[:40]}...: {len(name)} characters, too long a file name; take a "
-              "shorter one", file=sys.stderr)  # fmt: skip
+        print(f"sparrow: {name[:40]}...: the file name has {len(name)} characters, too many for "
+              "this file system; choose a shorter one", file=sys.stderr)  # fmt: skip
         return 2
     if not isinstance(error, UserError):
         raise error
@@ -115,21 +118,21 @@ def _find(name: str) -> Command:
     if name in COMMANDS:
         return COMMANDS[name]
     if name.startswith("-"):
-        raise UserError(f"{name}: name the command first, e.g. sparrow train {name}")
+        raise UserError(f"{name}: expected the command before the flags, e.g. sparrow train {name}")
     guess = overrides.nearest(name, list(COMMANDS))
     did = f"did you mean `sparrow {guess}`?" if guess else f"expected one of {', '.join(COMMANDS)}"
     raise UserError(f"{name}: no such command; {did}")
 
 
 def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
-    """The flags, recipe, overrides and names of one command line; UserError if they do not fit."""
+    """One command line, parsed; UserError for flags and names that the command does not take."""
     if command.takes_config:
         config_file, changes, argv = overrides.parse(argv)
     else:
         config_file, changes = None, {}
     values = _flag_values(command)
     for name in (word.partition("=")[0] for word in argv if word.startswith("-")):
-        if len(name) > 60:  # absl looks for the nearest name by recursion over its letters
+        if len(name) > 60:  # absl searches for similar names by recursion over the letters
             raise UserError(f"{name[:40]}...: no such flag; `sparrow help {command.name}` lists "
                             "the flags")  # fmt: skip
     try:
@@ -142,7 +145,7 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
     if len(names) < command.min_names:
         raise UserError(f"sparrow {command.name}: expected {command.names}; e.g. {command.example}")
     if names and not command.names:
-        raise UserError(f"{names[0]}: not a flag; sparrow {command.name} takes --name=VALUE only")
+        raise UserError(f"{names[0]}: not a flag; sparrow {command.name} takes no other arguments")
     given = {name: values[name].value for name in values}
     for flag in command.flags:
         if flag.required and not given[flag.name]:

@@ -1,6 +1,6 @@
-"""What the commands of `sparrow` do: check the flags, then call who does the work.
+"""One function per command of `sparrow`: it checks the flags and calls the code that does the work.
 
-Imported with the table of commands: what a command needs is imported when it runs.
+`sparrow help` imports this file too, so each function imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.records import stopping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """A parsed command line. names: what is no flag; flags: value (or default) of every flag."""
+    """A parsed command line. names: positional arguments; flags: value or default of every flag."""
 
     names: Sequence[str]
     config_file: str | None
@@ -30,7 +30,7 @@ class Arguments:
     def config(
         self, extra: Mapping[str, str] | None = None, *, default: Config | None = None
     ) -> Config:
-        """Recipe (without one, `default`), then overrides, then `extra`, validated."""
+        """The recipe (without one, `default`) with the overrides and `extra` applied, validated."""
         if self.config_file is None and default is not None:
             return overrides.apply(default, {**self.overrides, **(extra or {})})
         if self.config_file is None:
@@ -59,7 +59,7 @@ def _input_file(flag: str, path: str) -> Path:
 
 
 def _output_file(flag: str, path: str) -> Path:
-    """Refuse an --out that could not be written, before the work and not after it."""
+    """The path, after checking that it can be written: before the work, not after it."""
     out = Path(path)
     if out.is_dir():
         raise UserError(f"--{flag}={path}: is a directory; name a file in it")
@@ -73,14 +73,14 @@ def _output_file(flag: str, path: str) -> Path:
 
 
 def _learner(config: Config) -> str:
-    """Package of the learner; UserError if it or the configured engine is not installed."""
+    """Import name of the learner's package; UserError if it or the engine is not installed."""
     setup = importlib.import_module("common.setup")
     setup.engine_package(config)
     return setup.LEARNER
 
 
 def _use_core(number: int | None) -> None:
-    """Keep this process and its children to one of the cores it may use (Linux)."""
+    """Bind this process and its children to one of the cores that it may use (Linux only)."""
     if number is None:
         return
     if not hasattr(os, "sched_setaffinity"):
@@ -92,6 +92,7 @@ def _use_core(number: int | None) -> None:
 
 @stopping.safe_points()
 def warmup(arguments: Arguments) -> None:
+    """`sparrow warmup`: train a policy on the task's demonstrations."""
     from common.records import run_dir
 
     config = arguments.config()
@@ -102,6 +103,7 @@ def warmup(arguments: Arguments) -> None:
 
 @stopping.safe_points()
 def train(arguments: Arguments) -> None:
+    """`sparrow train`: start a training run, or go on with it."""
     from common.records import run_dir
 
     config = arguments.config(_model_override(arguments))
@@ -113,6 +115,7 @@ def train(arguments: Arguments) -> None:
 
 @stopping.safe_points()
 def profile(arguments: Arguments) -> None:
+    """`sparrow profile`: alpha of budgets or of one schedule, on samples or on a given text."""
     flags, extra = arguments.flags, _model_override(arguments)
     for flag, name in (
         ("topk", "mismatch.budgets"),
@@ -144,7 +147,7 @@ def profile(arguments: Arguments) -> None:
 
 
 def _refuse_with_schedule(flags: Mapping[str, Any]) -> None:
-    """UserError for flags that a check of one schedule has no use for."""
+    """UserError for flags that have no effect on the check of one schedule."""
     useless = ["topk", "policy", "estimate"]
     if not flags["schedule"].startswith("k="):
         useless.append("bin_tokens")
@@ -172,6 +175,7 @@ def _profile_text(
 
 
 def trace(arguments: Arguments) -> None:
+    """`sparrow trace`: record what one backend computes."""
     flags = arguments.flags
     counts = {"num_prompts": 4, "prompt_tokens": 256, "num_tokens": 64}
     counts |= {name: flags[name] for name in counts if flags[name] is not None}
@@ -190,13 +194,15 @@ def trace(arguments: Arguments) -> None:
 
 
 def compare(arguments: Arguments) -> None:
-    """Exit status 0 if the traces agree, 1 if not."""
+    """`sparrow compare`: judge two traces; exit status 1 if they disagree."""
     from common.crosscheck import compare as comparing
     from common.crosscheck import compare_page
     from common.crosscheck.trace_file import Trace
 
     if len(arguments.names) != 2:
-        raise UserError(f"{len(arguments.names)} traces; expected two: sparrow compare a.npz b.npz")
+        raise UserError(
+            f"{len(arguments.names)} traces: expected two, as in sparrow compare a.npz b.npz"
+        )
     a, b = (Trace(name) for name in arguments.names)
     result = comparing.compare(a, b)
     print(comparing.table(result))
@@ -209,6 +215,7 @@ def compare(arguments: Arguments) -> None:
 
 
 def schedule(arguments: Arguments) -> None:
+    """`sparrow schedule`: find a schedule in profiles, or show or compare schedules."""
     from common.cli import schedule_command
 
     flags = arguments.flags
@@ -236,6 +243,7 @@ def schedule(arguments: Arguments) -> None:
 
 
 def cost(arguments: Arguments) -> None:
+    """`sparrow cost`: predict the speed of decoding under a schedule."""
     from common.cost import cost_report
     from common.records import run_dir
 
@@ -249,7 +257,7 @@ def cost(arguments: Arguments) -> None:
 
 
 def _threshold(arguments: Arguments) -> tuple[float, float]:
-    """(tau, quantile): the flags, else the recipe's, else the defaults of MismatchConfig."""
+    """(tau, quantile): from the flags, else from the recipe, else the defaults."""
     given = arguments.config_file or arguments.overrides
     settings = (arguments.config() if given else Config()).mismatch
     tau, quantile = arguments.flags["tau"], arguments.flags["quantile"]
@@ -261,6 +269,7 @@ def _threshold(arguments: Arguments) -> tuple[float, float]:
 
 @stopping.safe_points()
 def evaluate(arguments: Arguments) -> None:
+    """`sparrow eval`: reward of a model on held-out prompts."""
     from common.records import run_dir
 
     flags = arguments.flags
@@ -286,9 +295,12 @@ def evaluate(arguments: Arguments) -> None:
 
 @stopping.safe_points()
 def study(arguments: Arguments) -> None:
+    """`sparrow study`: dense, fixed and scheduled runs over several seeds."""
     flags = arguments.flags
     if arguments.overrides:
-        raise UserError("sparrow study takes a recipe as it is; put the changes into a recipe file")
+        raise UserError(
+            "--config.a.b has no effect on sparrow study; write the change into the recipe file"
+        )
     arguments.config()
     importlib.import_module("common.report.study").run_study(
         str(arguments.config_file),
@@ -300,6 +312,7 @@ def study(arguments: Arguments) -> None:
 
 
 def report(arguments: Arguments) -> None:
+    """`sparrow report`: one HTML page about some runs."""
     for name in arguments.names:
         if not os.path.isfile(Path(name) / "run.json"):
             raise UserError(f"{name}: no run of sparrow; expected a directory that --run=... made")
@@ -312,19 +325,23 @@ def report(arguments: Arguments) -> None:
 
 
 def doctor(arguments: Arguments) -> None:
+    """`sparrow doctor`: what this machine can run."""
     from common.cli import doctor
 
     doctor.print_checks(doctor.diagnose())
 
 
 def bench(arguments: Arguments) -> None:
+    """`sparrow bench`: time decode attention, or a profile."""
     from common.records import run_dir
 
     names, flags = list(arguments.names), arguments.flags
     if names not in (["decode"], ["profile"]):
         raise UserError(f"sparrow bench {' '.join(names)}: expected decode or profile")
     if (names == ["profile"]) != bool(flags["model"]):
-        raise UserError("sparrow bench: profile needs --model=DIR, decode has no use for it")
+        raise UserError(
+            "sparrow bench: profile needs --model=DIR; decode does not take it, leave it out there"
+        )
     if flags["context"] is not None and names != ["decode"]:
         raise UserError("--context has no effect on sparrow bench profile; leave it out")
     package = _learner(Config())

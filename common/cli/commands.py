@@ -1,7 +1,6 @@
-"""The commands of `sparrow`: a table of names, help, flags and functions.
+"""The commands of `sparrow`: a table of their names, help texts, flags and functions.
 
-`sparrow help` loads neither jax nor matplotlib: common/cli/command_runs.py imports what a command
-needs when it runs.
+`sparrow help` imports this file, so it must load neither numpy nor jax nor matplotlib.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from common.cli.command_runs import Arguments
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag of a command; an empty default counts as not given."""
+    """One flag of a command; without a default its value is None when it is not given."""
 
     name: str
     help: str
@@ -27,9 +26,10 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """A row of the table. names: how the help shows positional arguments, "" if there are none.
+    """A row of the table.
 
-    resumes: the command goes on where it was stopped.
+    names: how the help shows positional arguments, "" if there are none; min_names: their least
+    number. resumes: started again, the command goes on where it was stopped.
     """
 
     name: str
@@ -45,13 +45,17 @@ class Command:
 
 
 _RUN = Flag(
-    name="run", help="directory of the run; an interrupted run goes on there", required=True
+    name="run",
+    help="directory of the run; if it holds an interrupted run, that run goes on",
+    required=True,
 )
 _MODEL = Flag(name="model", help="model directory to start from; default: the recipe's model")
-_PROFILES = "what `sparrow profile` wrote; a.json,b.json: one for each page size, cheapest wins"
-_RULE = "what must meet tau: point = the estimate (default), lower = its 95 % lower bound, safer"
-_MONOTONE = "budgets never fall with length (default); --nomonotone: each bin by itself"
-_EXTRAPOLATE = "bins with too few tokens take the larger budget of their neighbours, no error"
+_PROFILES = "file of `sparrow profile`; a.json,b.json compares page sizes and takes the cheapest"
+_RULE = "what must meet tau: point = the estimate (default); lower = its 95 % lower bound"
+_MONOTONE = "budgets never fall with length (default); --nomonotone judges each bin alone"
+_EXTRAPOLATE = (
+    "bins with too few tokens take the larger budget of their neighbours, instead of an error"
+)
 _COST_FLAGS = (
     Flag(
         name="model",
@@ -65,24 +69,24 @@ _COST_FLAGS = (
     ),
     Flag(
         name="lengths",
-        help='response tokens: a number or a file {"edges": [0, 512, 4096], "counts": [30, 8]}',
+        help='response tokens: a number, or a file {"edges": [0, 512, 4096], "counts": [30, 8]}',
         required=True,
     ),
     Flag(name="prompt", help="prompt tokens", kind=int, default=1024),
     Flag(
         name="samples",
-        help="responses to a prompt; they share its prefill and its full pages",
+        help="responses per prompt; they share its prefill and its full pages",
         kind=int,
         default=8,
     ),
     Flag(
         name="chip",
-        help="a100, h100, h200, b200, mi300x, v5e, v5p, v6e, tpu7x; this = measure this CPU",
+        help="a100, h100, h200, b200, mi300x, v5e, v5p, v6e, tpu7x, or this: measures this CPU",
         default="h200",
     ),
     Flag(
         name="chips",
-        help="chips that share one copy of the model (tensor parallel, communication free)",
+        help="chips that share one copy of the model (tensor parallel, free communication)",
         kind=int,
         default=1,
     ),
@@ -94,31 +98,40 @@ _COST_FLAGS = (
     ),
     Flag(
         name="batch",
-        help="rows decoded at once; 0 = as many as fit, which dilutes the weights most",
+        help="rows decoded at once; 0 = as many as fit, so that each reads the smallest share of "
+        "the weights",
         kind=int,
         default=0,
     ),
     Flag(
         name="reserve",
-        help="rows take pages for the longest response at once (our engines), not as they grow",
+        help="rows take pages for the longest response at the start, as our engines do, instead of "
+        "as they grow",
         kind=bool,
         default=False,
     ),
     Flag(
         name="page_sizes",
-        help="page sizes to compare at as many selected tokens",
+        help="page sizes to compare, each with the same number of selected tokens",
         default="16,32,64,128",
     ),
-    Flag(name="num_dense_layers", help="first layers that read everything", kind=int, default=2),
-    Flag(name="kv_bytes", help="bytes of a cached number; 1 = float8", kind=int, default=2),
-    Flag(name="weight_bytes", help="bytes of a weight", kind=int, default=2),
+    Flag(
+        name="num_dense_layers",
+        help="number of first layers that read every page",
+        kind=int,
+        default=2,
+    ),
+    Flag(
+        name="kv_bytes", help="bytes of a number in the KV cache; 1 = float8", kind=int, default=2
+    ),
+    Flag(name="weight_bytes", help="bytes of a number in the weights", kind=int, default=2),
     Flag(
         name="train_share",
-        help="share of a dense RL step that is not rollout; the paper's was 0.10 at 1.7B and 4B",
+        help="share of a dense RL step that is not rollout; 0.10 in the paper at 1.7B and 4B",
         kind=float,
         default=0.1,
     ),
-    Flag(name="out", help="also write all numbers there, JSON"),
+    Flag(name="out", help="JSON file to which all numbers are written"),
 )
 
 COMMANDS: dict[str, Command] = {

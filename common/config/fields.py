@@ -20,6 +20,7 @@ RATE = "[0, 1]"
 
 
 def check(ok: bool, message: str) -> None:
+    """UserError with `message` unless `ok`."""
     if not ok:
         raise UserError(message)
 
@@ -29,15 +30,15 @@ def setting(
 ) -> Any:
     """A field with its help text (shown by `sparrow help config`).
 
-    choices: the values it may have. within: an interval for a number, or for each number of a
-    tuple; "[" and "]" belong to it, "(" and ")" do not. Every number has one of the two: past its
-    bounds a value overflows, stands still, or means nothing.
+    choices: the values that are allowed. within: the interval of a number, or of each number of a
+    tuple; its ends are allowed next to "[" and "]", not next to "(" and ")". Every number has
+    choices or an interval: outside of it the value would overflow, underflow or mean nothing.
     """
     return field(default=default, metadata={"doc": doc, "choices": choices, "within": within})
 
 
 def check_within(name: str, value: Any, within: str, whole: bool = False) -> None:
-    """UserError unless the number, or each of the tuple, lies in the interval; NaN never does."""
+    """UserError unless the number, or each one of a tuple, lies in the interval; NaN never does."""
     low, high = (float(x) for x in within[1:-1].split(","))
     for x in value if isinstance(value, tuple | list) else (value,):
         kind = numbers.Integral if whole else numbers.Real
@@ -54,7 +55,7 @@ def check_within(name: str, value: Any, within: str, whole: bool = False) -> Non
 
 
 def _short(value: Any) -> str:
-    """A value for an error of one line: of a whole number with many digits, only how many."""
+    """A value shortened for an error message of one line."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of over 30 digits"
     text = repr(value)
@@ -62,13 +63,13 @@ def _short(value: Any) -> str:
 
 
 def _interval(low: float, high: float, within: str) -> str:
-    """In words: `at least 1 and at most 65536` for `[1, 65536]`."""
+    """The interval in words: "at least 1 and at most 65536" for "[1, 65536]"."""
     first = f"at least {low:.10g}" if within[0] == "[" else f"more than {low:.10g}"
     return f"{first} and {'at most' if within[-1] == ']' else 'less than'} {high:.10g}"
 
 
 class Checked:
-    """Mixin: refuses values outside a field's choices or bounds; subclasses add `validate`."""
+    """Mixin: refuses values outside a field's choices or interval; subclasses add `validate`."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -82,4 +83,5 @@ class Checked:
                 check_within(f.name, value, f.metadata["within"], whole)
         self.validate()
 
-    def validate(self) -> None: ...
+    def validate(self) -> None:
+        """Checks of values that depend on each other."""

@@ -26,15 +26,15 @@ from common.errors import UserError
 class ModelConfig(Checked):
     """The policy: an HF model directory, or a geometry to start from scratch."""
 
-    path: str = setting("", "HF directory (config.json + *.safetensors); empty = from scratch")
+    path: str = setting(
+        "", "Hugging Face directory (config.json, *.safetensors); empty = start from scratch"
+    )
     vocab_size: int = setting(128, "number of tokens V", within=TOKENS)
     num_layers: int = setting(3, "layers L", within="[1, 1024]")
     hidden_size: int = setting(96, "model width D", within=WIDTH)
     intermediate_size: int = setting(192, "feed-forward width F", within=WIDTH)
     num_heads: int = setting(4, "query heads N", within="[1, 1024]")
-    num_kv_heads: int = setting(
-        2, "key/value heads K; N must be a multiple of K", within="[1, 1024]"
-    )
+    num_kv_heads: int = setting(2, "key/value heads K; N is a multiple of K", within="[1, 1024]")
     head_dim: int = setting(32, "head width H", within="[2, 1024]")
     rope_theta: float = setting(1e6, "RoPE base", within="[2, 1e12]")
     norm_eps: float = setting(1e-6, "RMSNorm epsilon", within="[1e-12, 0.1]")
@@ -44,19 +44,24 @@ class ModelConfig(Checked):
         1.0, "initial gain of the QK norms of a from-scratch model", within="[0, 1000]"
     )
     embed_offset: float = setting(
-        0.0, "common random +-offset added to all embeddings at init", within="[-1000, 1000]"
+        0.0,
+        "size of one random +-vector that is added to every embedding at the start",
+        within="[-1000, 1000]",
     )
     induction_init: bool = setting(
-        False, "draw a rough induction circuit into layers 0 and 1 (sparrow_jax/induction_init.py)"
+        False, "start layers 0 and 1 with a rough induction circuit (sparrow_jax/induction_init.py)"
     )
     init_seed: int = setting(0, "seed of from-scratch weights", within=SEED)
 
     def validate(self) -> None:
         check(
             self.num_heads % self.num_kv_heads == 0,
-            f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}",
+            f"num_heads={self.num_heads} expected a multiple of num_kv_heads={self.num_kv_heads}",
         )
-        check(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: RoPE needs an even number")
+        check(
+            self.head_dim % 2 == 0,
+            f"head_dim={self.head_dim}: expected an even number (rotary embedding)",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,20 +76,24 @@ class TaskConfig(Checked):
         None, "options of the task's generator, e.g. {'min_entries': 24}"
     )
     tokenizer: str = setting(
-        "", "tokenizer.json for text tasks; empty = the task's own tokens or the model directory's"
+        "",
+        "tokenizer.json of a text task; empty = the one beside the model, or the task's own tokens",
     )
     date: str = setting(
-        "", "YYYY-MM-DD, for a chat template that asks for today's date; refused if empty"
+        "",
+        "YYYY-MM-DD, the date given to a chat template that asks for today's; such a template is "
+        "refused without it",
     )
     drop_long_prompts: bool = setting(
-        False, "leave out rows of a file over rollout.max_prompt_tokens; otherwise they are refused"
+        False,
+        "leave out rows of a file over rollout.max_prompt_tokens, instead of refusing the file",
     )
     seed: int = setting(0, "seed of the training prompts", within=SEED)
     eval_seed: int = setting(1_000_003, "seed of the held-out prompts", within=SEED)
     num_eval_prompts: int = setting(128, "held-out prompts of an evaluation", within=ROWS)
     deadline_seconds: float = setting(
         10.0,
-        "hard limit for scoring one response; past it the reward is 0",
+        "seconds that scoring one response may take; after them the reward is 0",
         within="[0.001, 86400]",
     )
 
@@ -96,7 +105,7 @@ class TaskConfig(Checked):
             raise UserError(f"date={self.date!r}: expected a date such as 2026-01-31") from None
         check(
             self.seed != self.eval_seed,
-            "seed and eval_seed are equal: held-out prompts would be training prompts",
+            f"seed=eval_seed={self.seed}: expected different seeds for training and evaluation",
         )
 
 
@@ -104,22 +113,27 @@ class TaskConfig(Checked):
 class WarmupConfig(Checked):
     """Supervised start of a from-scratch policy on the task's own demonstrations.
 
-    stages: (max_steps, batch, min_entries, max_entries, stop_accuracy) each; a stage ends early
-    when the running decision accuracy reaches stop_accuracy.
+    Each of the stages is (max_steps, batch, min_entries, max_entries, stop_accuracy). A stage ends
+    early when the running accuracy of the policy's decisions reaches stop_accuracy.
     """
 
     stages: tuple[tuple[float, ...], ...] = setting(
-        ((900, 64, 2, 6, 0.99),), "curriculum, see the class docstring"
+        ((900, 64, 2, 6, 0.99),),
+        "curriculum: (max_steps, batch, min_entries, max_entries, stop_accuracy) of each stage",
     )
     learning_rate: float = setting(
-        3e-3, "AdamW, linear ramp over 50 steps; falls to 0 in the last phase", within=RATE
+        3e-3,
+        "learning rate of AdamW; rises over 50 steps and falls to 0 in the last phase",
+        within=RATE,
     )
-    seed: int = setting(0, "seed of demonstrations", within=SEED)
+    seed: int = setting(0, "seed of the demonstrations", within=SEED)
     noise: float = setting(
-        0.025, "wrong look-ups in the demonstrations of the last phase", within="[0, 1)"
+        0.025, "share of wrong look-ups in the demonstrations of the last phase", within="[0, 1)"
     )
     noise_steps: int = setting(110, "steps of the last phase", within=COUNT_OR_NONE)
-    noise_batch: int = setting(16, "batch of the last phase", within="[1, 65536]")
+    noise_batch: int = setting(
+        16, "demonstrations in a batch of the last phase", within="[1, 65536]"
+    )
 
     def validate(self) -> None:
         for stage in self.stages:

@@ -23,18 +23,21 @@ class Config(Checked):
     name: str = setting("run", "shown in reports")
     num_steps: int = setting(20, "training steps", within=COUNT)
     eval_every: int = setting(
-        5, "dense evaluation on held-out prompts every n steps; 0 = never", within=COUNT_OR_NONE
+        5,
+        "evaluate on held-out prompts, with dense decoding, every n steps; 0 = never",
+        within=COUNT_OR_NONE,
     )
     checkpoint_every: int = setting(1, "steps between checkpoints", within=COUNT)
     keep_checkpoints: int = setting(
         2,
-        "older complete checkpoints are deleted; two, since the newest may turn out damaged",
+        "complete checkpoints that are kept; at least two, in case the newest is damaged",
         within="[2, 1000000]",
     )
     attention: str = setting(
         "auto",
-        "Pallas or Triton kernels, or plain XLA or torch; auto: kernels where they can run; "
-        "kernel: the rollout engine must have them, a learner of another framework may do without",
+        "kernel = Pallas or Triton, reference = plain JAX or torch, auto = kernels where they can "
+        "run; kernel is refused if the rollout engine cannot run them, while a learner of another "
+        "framework falls back to the reference",
         choices=("auto", "kernel", "reference"),
     )
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -48,21 +51,27 @@ class Config(Checked):
     def validate(self) -> None:
         context = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         longest = max(self.learner.length_buckets, default=context)
-        check(longest >= context, f"length_buckets end at {longest}, sequences at {context} tokens")
+        check(
+            longest >= context,
+            f"learner.length_buckets end at {longest}: expected at least the longest sequence, "
+            f"rollout.max_prompt_tokens + max_response_tokens = {context}",
+        )
         rows = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         check(
             rows % self.grpo.num_minibatches == 0,
-            f"{rows} samples a step do not split into num_minibatches={self.grpo.num_minibatches}",
+            f"grpo.num_minibatches={self.grpo.num_minibatches}: expected a number that divides the "
+            f"{rows} samples of a step",
         )
         check(
             self.rollout.page_size * 3 <= context,
-            "context shorter than three pages: nothing to select",
+            f"rollout.page_size={self.rollout.page_size}: expected at most a third of the longest "
+            f"sequence, {context} tokens; otherwise there are no pages to select",
         )
         grpo = self.grpo
         check(
             self.rollout.samples_per_prompt > 1
             or (grpo.baseline == "greedy" and not grpo.divides_by_std),
-            f"samples_per_prompt=1 with grpo.baseline={grpo.baseline}"
+            f"rollout.samples_per_prompt=1 with grpo.baseline={grpo.baseline}"
             f"{' and grpo.normalize_std' if grpo.baseline == 'greedy' else ''}: every advantage "
-            "would be 0; take 2 or more samples, or baseline=greedy with normalize_std=false",
+            "would be 0; set 2 or more samples, or baseline=greedy with normalize_std=false",
         )

@@ -249,7 +249,7 @@ def test_harmless_entries_are_accepted(tmp_path, change):
         ({"num_hidden_layers": True}, "num_hidden_layers=True"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
         ({"rope_theta": float("nan")}, "rope_theta=nan"),
-        ({"num_key_value_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
+        ({"num_key_value_heads": 3}, "num_heads=4: expected a multiple of num_kv_heads=3"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
     ],
 )

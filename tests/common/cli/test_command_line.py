@@ -49,7 +49,7 @@ def fails(capsys, line, status=2):
     [
         ("trian", "did you mean `sparrow train`?"),
         ("zzz", "expected one of warmup, train"),
-        ("--config=r.py train", "name the command first"),
+        ("--config=r.py train", "expected the command before the flags"),
         ("train --config=r.py", "--run is missing"),
         ("train --run=x", "--config is missing"),
         ("train --run=x --config=q.py", "--config=q.py: no such file"),
@@ -73,8 +73,8 @@ def fails(capsys, line, status=2):
         ("eval --run=x --samples=0", "--samples=0: expected at least 1"),
         ("report", "expected RUN..."),
         ("report r.py", "r.py: no run of sparrow"),
-        ("train --run=x --config=" + "y" * 300, "yyy...: 300 characters, too long a file name"),
-        ("profile --config=r.py --out=" + "y" * 300, "characters, too long a file name"),
+        ("train --run=x --config=" + "y" * 300, "yyy...: the file name has 300 characters"),
+        ("profile --config=r.py --out=" + "y" * 300, "characters, too many for this file system"),
         ("profile --config=r.py --out=p.json --topk=" + "9" * 5000, "expected whole numbers"),
         ("bench encode", "expected decode or profile"),
     ],
@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_line_and_status_1(folder, capsys, monkeypatch):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     said = capsys.readouterr().err
-    assert said == "sparrow: no space left on device; make room; do it again\n"
+    assert said == "sparrow: no space left on device; free some; then run the command again\n"
     assert os.listdir(folder) == ["r.py"]
 
 

@@ -100,7 +100,7 @@ def test_fault_in_the_middle_is_refused_with_its_line(tmp_path):
 def test_step_out_of_turn_is_refused(tmp_path, step):
     with MetricsWriter(tmp_path, resume_step=0, console=False, total_steps=9) as writer:
         writer.write(0, values(0))
-        with pytest.raises(UserError, match=f"step={step}: expected step 1"):
+        with pytest.raises(ValueError, match=f"step={step}: expected step 1"):
             writer.write(step, values(step))
 
 
@@ -131,7 +131,7 @@ def test_values_not_finite_become_null_and_an_alarm(tmp_path):
 
 @pytest.mark.parametrize("key", ["reward", "Reward/mean", "reward/", "a/b/c", "reward/me an"])
 def test_bad_metric_names_are_refused(key):
-    with pytest.raises(UserError, match="expected 'group/name'"):
+    with pytest.raises(ValueError, match="expected 'group/name'"):
         metrics.make_record(0, {key: 1.0})
 
 
