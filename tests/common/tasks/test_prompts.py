@@ -58,9 +58,9 @@ def test_training_evaluation_and_profile_have_no_problem_in_common():
     assert len({p.tokens.tobytes() for p in everything}) == 3 * 64
     assert all(0 <= p.prompt_id < 2**31 for p in everything)
     assert ids(s.eval_batch(3)) == ids(s.eval_batch(64))[:3]
-    with pytest.raises(UserError, match="n=0: expected"):
+    with pytest.raises(ValueError, match="n=0: expected"):
         s.eval_batch(0)
-    with pytest.raises(UserError, match="step=-1"):
+    with pytest.raises(ValueError, match="step=-1"):
         s.batch(-1)
 
 
