@@ -17,6 +17,10 @@ from common.command_types import Arguments
 from common.config import Config
 from common.errors import UserError
 
+MOST_ROWS = 2**20
+"""Of one evaluation: held-out prompts times samples."""
+MOST_SEEDS = 1000
+
 
 def _model_override(arguments: Arguments) -> dict[str, str]:
     """--model=DIR is short for --config.model.path=DIR."""
@@ -236,7 +240,7 @@ def _threshold(arguments: Arguments) -> tuple[float, float]:
 
 @stopping.safe_points()
 def evaluate(arguments: Arguments) -> None:
-    from common import run_dir
+    from common import json_checks, run_dir
 
     flags = arguments.flags
     if bool(flags["run"]) == bool(flags["model"]):
@@ -252,6 +256,8 @@ def evaluate(arguments: Arguments) -> None:
         config = overrides.apply(config, changes)
     else:
         config = arguments.config(_model_override(arguments))
+    most = max(1, MOST_ROWS // config.task.num_eval_prompts)
+    json_checks.integer(flags["samples"], "--samples", 1, most)
     _learner(config)
     evaluation = importlib.import_module("common.evaluation")
     evaluation.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
@@ -262,7 +268,14 @@ def study(arguments: Arguments) -> None:
     flags = arguments.flags
     if arguments.overrides:
         raise UserError("sparrow study takes a recipe as it is; put the changes into a recipe file")
-    arguments.config()
+    config = arguments.config()
+    for name in ("seeds", "jobs"):
+        if flags[name] > MOST_SEEDS:
+            raise UserError(f"--{name}={str(flags[name])[:40]}: expected at most {MOST_SEEDS}")
+    # Now, and not after the warm-up.
+    importlib.import_module("common.setup").resolve_schedule(
+        overrides.apply(config, {"rollout.schedule": flags["fixed"]})
+    )
     importlib.import_module("common.study").run_study(
         str(arguments.config_file),
         Path(flags["out"]),

@@ -12,7 +12,7 @@ from common.config import ModelConfig
 from common.cost import Setting
 from common.errors import UserError
 from common.geometry import QWEN3
-from common.json_checks import integer, read
+from common.json_checks import integer, read, written
 from common.lengths import Lengths
 from common.schedule import Schedule
 
@@ -58,7 +58,7 @@ def read_page_sizes(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UserError(f"--page_sizes={text}: expected numbers with commas, e.g. 16,32,64,128")
-    return [integer(int(word), "--page_sizes", 1, 2**16) for word in words]
+    return [written(word, "--page_sizes", 1, 2**16) for word in words]
 
 
 def compare(

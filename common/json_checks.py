@@ -35,6 +35,14 @@ def integer(value: Any, what: str, low: int, high: int | None = None) -> int:
     return number
 
 
+def written(text: str, what: str, low: int, high: int) -> int:
+    """The integer that `text` writes in plain digits; ValueError for anything else."""
+    digits = text.strip()
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
+        raise ValueError(f"{what}={text[:40]}: expected an integer in [{low}, {high}]")
+    return integer(int(digits), what, low, high)
+
+
 def number(value: Any, what: str, low: float, high: float) -> float:
     """`value` as float in [low, high], else ValueError; bools and NaN are refused."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)

@@ -27,7 +27,14 @@ from common.corrections import Correction
 from common.errors import UserError
 from common.progress import Progress
 from common.run_dir import RunDir
-from common.setup import Parts, announce, check_response_limit, open_parts, resolve_schedule
+from common.setup import (
+    Parts,
+    announce,
+    check_response_limit,
+    goes_on_at,
+    open_parts,
+    resolve_schedule,
+)  # fmt: skip
 from common.types import Prompt, Rollout, Scored
 
 # Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
@@ -46,7 +53,7 @@ def train(config: Config, run: RunDir) -> None:
         check_response_limit(parts)
         checkpoints = parts.backend.open_checkpoints(run.path / "checkpoints")
         extra = checkpoints.restore()
-        step, version = (extra["step"], extra["version"]) if extra else (0, 0)
+        step, version = goes_on_at(extra)
         push(parts, version)
         announce(parts, run, step)
         controller = open_controller(config, parts.schedule, extra)

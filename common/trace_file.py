@@ -27,7 +27,7 @@ import numpy as np
 from common.errors import UserError
 
 FORMAT = "sparrow-trace-1"
-_BROKEN = (
+BROKEN = (
     OSError, ValueError, LookupError, TypeError, EOFError, AttributeError, MemoryError,
     OverflowError, RuntimeError, SyntaxError, struct.error, tokenize.TokenError,
     zipfile.BadZipFile, zlib.error,
@@ -97,7 +97,7 @@ class Trace(Mapping[str, np.ndarray]):
                 self.meta = json.loads(_read_meta(file))
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; `sparrow trace` writes one") from None
-        except _BROKEN as error:
+        except BROKEN as error:
             raise UserError(f"{path}: is no trace, or damaged; record or copy it anew") from error
         known = isinstance(self.meta, dict) and self.meta.get("format") == FORMAT
         missing = [key for key in _META if known and key not in self.meta]
@@ -112,7 +112,7 @@ class Trace(Mapping[str, np.ndarray]):
         try:
             with self._open(name) as (file, shape, dtype, fortran):
                 array = _read_array(file, shape, dtype, fortran)
-        except _BROKEN as error:
+        except BROKEN as error:
             raise self._refusal(name, error) from error
         if array.dtype.kind not in "iuf" and name != "step/checksum":
             raise UserError(f"{self.path}: {name} holds no numbers; record it anew")
@@ -123,7 +123,7 @@ class Trace(Mapping[str, np.ndarray]):
         try:
             with self._open(name) as (_, shape, _, _):
                 return shape
-        except _BROKEN as error:
+        except BROKEN as error:
             raise self._refusal(name, error) from error
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from common import stopping, tasks
+from common import json_checks, stopping, tasks
 from common.config import Config
 from common.errors import UserError
 from common.progress import Progress
@@ -94,7 +94,7 @@ def warmup(config: Config, run: RunDir) -> None:
     run.keep_files(task.files)
     trainer = Trainer(config, task.vocab_size)
     checkpoints = Checkpoints(run.path / "checkpoints", trainer, config.keep_checkpoints)
-    state = checkpoints.restore() or {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}
+    state = _goes_on_at(checkpoints.restore())
     size = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"warm-up of a policy with {size:,} parameters from step {state['step']}")
     with contextlib.closing(checkpoints), Progress("warm-up") as progress:
@@ -103,6 +103,15 @@ def warmup(config: Config, run: RunDir) -> None:
             state = _run_stage(config, task, trainer, checkpoints, stages, number, state, progress)
     hf.save(run.path / "model", trainer.geometry, trainer.params)
     print(f"wrote {run.path}/model")
+
+
+def _goes_on_at(kept) -> dict[str, Any]:
+    """Where a checkpoint was written, or the start."""
+    if kept is None:
+        return {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}
+    names, what = ("step", "stage", "stage_step"), "the checkpoint's"
+    counts = {n: json_checks.integer(kept.get(n), f"{what} {n}", 0) for n in names}
+    return {**counts, "right": json_checks.number(kept.get("right"), f"{what} right", 0, 1.01)}
 
 
 def _last_stage(config: Config, task) -> tuple[float, ...]:
