@@ -30,7 +30,14 @@ from common.records import metrics
 from common.records.progress import Progress
 from common.records.run_dir import RunDir
 from common.rollout import noise
-from common.setup import Parts, announce, check_response_limit, open_parts, resolve_schedule
+from common.setup import (
+    Parts,
+    announce,
+    check_response_limit,
+    goes_on_at,
+    open_parts,
+    resolve_schedule,
+)  # fmt: skip
 from common.tasks import evaluation, registry
 from common.types import Prompt, Rollout, Scored
 
@@ -50,7 +57,7 @@ def train(config: Config, run: RunDir) -> None:
         check_response_limit(parts)
         checkpoints = parts.backend.open_checkpoints(run.path / "checkpoints")
         extra = checkpoints.restore()
-        step, version = (extra["step"], extra["version"]) if extra else (0, 0)
+        step, version = goes_on_at(extra)
         push(parts, version)
         announce(parts, run, step)
         controller = open_controller(config, parts.schedule, extra)

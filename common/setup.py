@@ -139,6 +139,17 @@ def check_response_limit(parts: Parts) -> None:
         )
 
 
+def goes_on_at(extra: Mapping[str, Any] | None) -> tuple[int, int]:
+    """(step, version of the weights) that a checkpoint keeps; (0, 0) without one."""
+    if extra is None:
+        return 0, 0
+    step, version = (
+        json_checks.integer(extra.get(key), f"the checkpoint's {key}", 0)
+        for key in ("step", "version")
+    )
+    return step, version
+
+
 def announce(parts: Parts, run: RunDir, step: int) -> None:
     """Say on the console what runs, and keep the schedule with the run.
 

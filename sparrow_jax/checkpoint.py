@@ -219,23 +219,43 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="ascii"))
         expected = manifest.pop("crc32")
+        found = zlib.crc32(json.dumps(manifest).encode())
     except OSError as error:
         raise _Damaged(f"{_MANIFEST} cannot be read ({error.strerror})") from error
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise _Damaged(f"{_MANIFEST} is not what was written") from error
-    if not isinstance(manifest, dict) or zlib.crc32(json.dumps(manifest).encode()) != expected:
+    if found != expected:
         raise _Damaged(f"{_MANIFEST} is not what was written (checksum differs)")
-    if manifest["format"] != _FORMAT:
+    if manifest.get("format") != _FORMAT:
         raise UserError(
-            f"{folder}: has format {manifest['format']}, expected {_FORMAT}; "
+            f"{folder}: has format {str(manifest.get('format'))[:40]}, expected {_FORMAT}; "
             "go on with the version of sparrow that wrote it"
         )
+    _check_form(folder, manifest)
     with ThreadPoolExecutor() as pool:
         files = manifest["files"].items()
         reasons = list(pool.map(lambda item: _fault(folder / item[0], item[0], **item[1]), files))
     for reason in filter(None, reasons):
         raise _Damaged(reason)
     return manifest
+
+
+def _check_form(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """_Damaged for what `_write_manifest` did not write, though its checksum is right."""
+    step, files = manifest.get("step"), manifest.get("files") or {}
+    if step != int(folder.name[5:]):
+        raise _Damaged(f"it holds step {str(step)[:20]}: the folder was renamed")
+    sound = all(isinstance(manifest.get(key), dict) for key in ("files", "arrays", "extra"))
+    sound = sound and all(_is_entry(folder, *item) for item in files.items())
+    if not sound:
+        raise _Damaged(f"{_MANIFEST} is not what was written (files, arrays or extra)")
+
+
+def _is_entry(folder: Path, name: str, entry: Any) -> bool:
+    """A file of the checkpoint, not one outside of it, with its size and sum."""
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+    known = isinstance(entry, dict) and set(entry) == {"bytes", "crc32"}
+    return inside and known and all(type(value) is int for value in entry.values())
 
 
 def _fault(path: Path, name: str, bytes: int, crc32: int) -> str | None:

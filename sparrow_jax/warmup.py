@@ -22,7 +22,7 @@ from flax import nnx
 
 from common.config import Config
 from common.errors import UserError
-from common.records import stopping
+from common.records import json_checks, stopping
 from common.records.progress import Progress
 from common.records.run_dir import RunDir
 from common.tasks import registry
@@ -95,7 +95,7 @@ def warmup(config: Config, run: RunDir) -> None:
     run.keep_files(task.files)
     trainer = Trainer(config, task.vocab_size)
     checkpoints = Checkpoints(run.path / "checkpoints", trainer, config.keep_checkpoints)
-    state = checkpoints.restore() or {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}
+    state = _goes_on_at(checkpoints.restore())
     size = sum(x.size for x in jax.tree.leaves(trainer.params))
     print(f"warm-up of a policy with {size:,} parameters from step {state['step']}")
     with contextlib.closing(checkpoints), Progress("warm-up") as progress:
@@ -104,6 +104,15 @@ def warmup(config: Config, run: RunDir) -> None:
             state = _run_stage(config, task, trainer, checkpoints, stages, number, state, progress)
     hf.save(run.path / "model", trainer.geometry, trainer.params)
     print(f"wrote {run.path}/model")
+
+
+def _goes_on_at(kept) -> dict[str, Any]:
+    """Where a checkpoint was written, or the start."""
+    if kept is None:
+        return {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}
+    names, what = ("step", "stage", "stage_step"), "the checkpoint's"
+    counts = {n: json_checks.integer(kept.get(n), f"{what} {n}", 0) for n in names}
+    return {**counts, "right": json_checks.number(kept.get("right"), f"{what} right", 0, 1.01)}
 
 
 def _last_stage(config: Config, task) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ Exit status:
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import textwrap
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str], debug: bool) -> int:
     stopping.install()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _dispatch(argv)
         sys.stdout.flush()
@@ -139,9 +142,10 @@ def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
         names = values(["sparrow", *argv])[1:]
     except flags.Error as error:
         hint = f"; `sparrow help {command.name}` lists the flags"
-        raise UserError(
-            one_line(error).replace("FATAL Flags parsing error: ", "") + hint
-        ) from error
+        said = one_line(error).replace("FATAL Flags parsing error: ", "")
+        if len(said) > 300:  # the value has thousands of digits
+            said = f"{said[:120]} ... {said[-120:]}"
+        raise UserError(said + hint) from error
     if len(names) < command.min_names:
         raise UserError(f"sparrow {command.name}: expected {command.names}; e.g. {command.example}")
     if names and not command.names:

@@ -40,6 +40,11 @@ class Arguments:
         )
 
 
+MOST_ROWS = 2**20
+"""Of one evaluation: held-out prompts times samples."""
+MOST_SEEDS = 1000
+
+
 def _model_override(arguments: Arguments) -> dict[str, str]:
     """--model=DIR is short for --config.model.path=DIR."""
     model = arguments.flags["model"]
@@ -270,7 +275,7 @@ def _threshold(arguments: Arguments) -> tuple[float, float]:
 @stopping.safe_points()
 def evaluate(arguments: Arguments) -> None:
     """`sparrow eval`: reward of a model on held-out prompts."""
-    from common.records import run_dir
+    from common.records import json_checks, run_dir
 
     flags = arguments.flags
     if bool(flags["run"]) == bool(flags["model"]):
@@ -288,6 +293,8 @@ def evaluate(arguments: Arguments) -> None:
         config = overrides.apply(config, changes)
     else:
         config = arguments.config(_model_override(arguments))
+    most = max(1, MOST_ROWS // config.task.num_eval_prompts)
+    json_checks.integer(flags["samples"], "--samples", 1, most)
     _learner(config)
     command = importlib.import_module("common.cli.evaluate")
     command.evaluate_run(config, num_samples=flags["samples"], greedy=flags["greedy"])
@@ -301,7 +308,14 @@ def study(arguments: Arguments) -> None:
         raise UserError(
             "--config.a.b has no effect on sparrow study; write the change into the recipe file"
         )
-    arguments.config()
+    config = arguments.config()
+    for name in ("seeds", "jobs"):
+        if flags[name] > MOST_SEEDS:
+            raise UserError(f"--{name}={str(flags[name])[:40]}: expected at most {MOST_SEEDS}")
+    # A schedule that cannot be read is refused now, not after the warm-up.
+    importlib.import_module("common.setup").resolve_schedule(
+        overrides.apply(config, {"rollout.schedule": flags["fixed"]})
+    )
     importlib.import_module("common.report.study").run_study(
         str(arguments.config_file),
         Path(flags["out"]),

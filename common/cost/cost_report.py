@@ -14,7 +14,7 @@ from common.cost.lengths import Lengths
 from common.errors import UserError
 from common.model import hf_config
 from common.model.geometry import QWEN3
-from common.records.json_checks import integer, read
+from common.records.json_checks import integer, read, written
 from common.schedule import presets, schedule
 from common.schedule.schedule import Schedule
 
@@ -60,7 +60,7 @@ def read_page_sizes(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and len(word) < 20 for word in words):
         raise UserError(f"--page_sizes={text}: expected numbers with commas, e.g. 16,32,64,128")
-    return [integer(int(word), "--page_sizes", 1, 2**16) for word in words]
+    return [written(word, "--page_sizes", 1, 2**16) for word in words]
 
 
 def compare(

@@ -72,8 +72,8 @@ def read(text: str, prompt: int = 0) -> Lengths:
     UserError for anything else.
     """
     prompt = json_checks.integer(prompt, "--prompt", 0, LONGEST)
-    if text.isascii() and text.isdigit() and len(text) < 20:
-        return fixed(json_checks.integer(int(text), "--lengths", 1, LONGEST), prompt)
+    if text.isascii() and text.isdigit():
+        return fixed(json_checks.written(text, "--lengths", 1, LONGEST), prompt)
     path = Path(text)
     if not path.is_file():
         raise UserError(

@@ -32,7 +32,7 @@ from common.crosscheck import sketch, trace_decode, trace_file, trace_setup
 from common.crosscheck.trace_file import TraceWriter
 from common.crosscheck.trace_prompts import read_prompts
 from common.errors import UserError
-from common.model import hf
+from common.model import hf, hf_config
 from common.objective import batching, corrections, grpo
 from common.protocols import Scorer
 from common.records.progress import Progress
@@ -88,6 +88,8 @@ def trace(
     least = (min(schedule.budgets) + NUM_RESERVED + 1) * schedule.page_size
     read = read_prompts(config, prompts, num_prompts, prompt_tokens, least=least)
     config = trace_setup.sized(config, backend, read, num_tokens)
+    longest = config.rollout.max_prompt_tokens + num_tokens
+    hf_config.check_context(config.model.path, longest, f"--num_tokens={num_tokens}")
     geometry, weights = hf.load(config.model.path)
     if config.rollout.num_dense_layers >= geometry.num_layers:
         raise UserError(
@@ -104,7 +106,7 @@ def trace(
         "prompts_checksum": trace_file.checksum((str(p.prompt_id), p.tokens) for p in read),
         "settings": trace_setup.settings(config, schedule, num_tokens),
     }
-    forced = trace_setup.forced_tokens(force, meta)
+    forced = trace_setup.forced_tokens(force, meta, read, num_tokens, geometry.vocab_size)
     with TraceWriter(out) as file, Progress(f"trace {backend}") as progress:
         tracer = importlib.import_module(package).build(config)
         print(f"{backend}: " + ", ".join(f"{k} {v}" for k, v in tracer.description.items()))

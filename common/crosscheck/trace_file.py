@@ -13,10 +13,7 @@ import hashlib
 import json
 import math
 import os
-import struct
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +22,9 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.records.json_checks import BROKEN
 
 FORMAT = "sparrow-trace-1"
-_BROKEN = (
-    OSError, ValueError, LookupError, TypeError, EOFError, AttributeError, MemoryError,
-    OverflowError, RuntimeError, SyntaxError, struct.error, tokenize.TokenError,
-    zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
-"""What zipfile, numpy and json raise for damaged files; RuntimeError has RecursionError in it."""
 _MAX_META_BYTES = 1 << 24
 _MAX_RATIO = 1100
 """Deflate makes nothing smaller than by 1032; what claims more lies about its size."""
@@ -97,7 +89,7 @@ class Trace(Mapping[str, np.ndarray]):
                 self.meta = json.loads(_read_meta(file))
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; `sparrow trace` writes one") from None
-        except _BROKEN as error:
+        except BROKEN as error:
             raise UserError(f"{path}: is no trace, or damaged; record or copy it anew") from error
         known = isinstance(self.meta, dict) and self.meta.get("format") == FORMAT
         missing = [key for key in _META if known and key not in self.meta]
@@ -112,7 +104,7 @@ class Trace(Mapping[str, np.ndarray]):
         try:
             with self._open(name) as (file, shape, dtype, fortran):
                 array = _read_array(file, shape, dtype, fortran)
-        except _BROKEN as error:
+        except BROKEN as error:
             raise self._refusal(name, error) from error
         if array.dtype.kind not in "iuf" and name != "step/checksum":
             raise UserError(f"{self.path}: {name} holds no numbers; record it anew")
@@ -123,7 +115,7 @@ class Trace(Mapping[str, np.ndarray]):
         try:
             with self._open(name) as (_, shape, _, _):
                 return shape
-        except _BROKEN as error:
+        except BROKEN as error:
             raise self._refusal(name, error) from error
 
     @contextlib.contextmanager

@@ -92,7 +92,14 @@ def settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, A
     }
 
 
-def forced_tokens(path: Path | None, meta: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+def forced_tokens(
+    path: Path | None, meta: Mapping[str, Any], prompts: list[Prompt], num_tokens: int, vocab: int
+) -> dict[str, np.ndarray] | None:
+    """The tokens of another trace: of these prompts, with at most num_tokens after each.
+
+    UserError for a trace of something else, and for one whose arrays are not such tokens; none is
+    unpacked before its shape is known to be right.
+    """
     if path is None:
         return None
     trace = Trace(path)
@@ -100,4 +107,31 @@ def forced_tokens(path: Path | None, meta: Mapping[str, Any]) -> dict[str, np.nd
         if trace.meta[key] != meta[key]:
             how = differ(trace.meta, meta, key)
             raise UserError(f"--force_tokens={path}: is a trace of other {what}; {how}")
-    return trace.stage("tokens")
+    start_B = np.repeat([len(p.tokens) for p in prompts], SAMPLES)
+    shapes = {"prompt_len": start_B.shape, "total_len": start_B.shape}
+    shapes |= dict.fromkeys(("tokens", "logp"), (len(start_B), int(start_B.max()) + num_tokens))
+    found = {}
+    for name, shape in shapes.items():
+        if trace.shape(f"tokens/{name}") != shape:
+            raise _no_tokens(path, f"{name} of shape {trace.shape(f'tokens/{name}')}, not {shape}")
+        found[name] = trace[f"tokens/{name}"]
+        if (found[name].dtype.kind == "f") != (name == "logp"):
+            raise _no_tokens(path, f"{name} of type {found[name].dtype}")
+    total_B, tokens, logp = found["total_len"], found["tokens"], found["logp"]
+    if not (found["prompt_len"] == start_B).all():
+        raise _no_tokens(path, "prompt_len of other prompts")
+    if not ((total_B > start_B) & (total_B <= start_B + num_tokens)).all():
+        raise _no_tokens(path, f"total_len outside of 1 to {num_tokens} tokens after the prompt")
+    if not ((tokens >= 0) & (tokens < vocab)).all():
+        raise _no_tokens(path, f"token ids outside of 0 to {vocab - 1}")
+    for row, prompt in zip(tokens, (p for p in prompts for _ in range(SAMPLES)), strict=True):
+        if not (row[: len(prompt.tokens)] == prompt.tokens).all():
+            raise _no_tokens(path, "tokens of other prompts")
+    if not np.isfinite(logp).all() or logp.max() > 1e-3:
+        raise _no_tokens(path, "logp that are no log-probs")
+    types = {"logp": np.float32}
+    return {name: x.astype(types.get(name, np.int32)) for name, x in found.items()}
+
+
+def _no_tokens(path: Path, what: str) -> UserError:
+    return UserError(f"--force_tokens={path}: has {what}; record it anew")

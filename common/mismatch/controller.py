@@ -33,6 +33,7 @@ import numpy as np
 from common.config import Config
 from common.errors import UserError
 from common.mismatch.tail_share import MIN_UNITS, Share
+from common.records import json_checks
 from common.schedule.profile_file import quantile_name
 from common.schedule.schedule import DENSE, Schedule, token_bins
 
@@ -84,15 +85,14 @@ class Controller:
         ]
         self._reasons: dict[int, str] = {}
         if state is not None:
-            if state["ladder"] != self.ladder or len(state["bins"]) != len(self.bins):
+            kept = state.get("bins") if isinstance(state, dict) else None
+            same = isinstance(kept, list) and len(kept) == len(self.bins)
+            if not same or state.get("ladder") != self.ladder:
                 raise UserError(
                     "the run's checkpoint has a controller of other budgets or another schedule; "
                     "set rollout.schedule and mismatch.budgets back, or name a new run"
                 )
-            self.bins = [
-                dataclasses.replace(Bin(**b), low=Share(**b["low"]), high=Share(**b["high"]))
-                for b in state["bins"]
-            ]
+            self.bins = [_kept_bin(b, len(self.ladder)) for b in kept]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides about later changes, as plain JSON types."""
@@ -249,6 +249,35 @@ class Controller:
                 k = " -> ".join("dense" if k == DENSE else str(k) for k in change)
                 moves.append(f"{bins[0] * width}-{(bins[-1] + 1) * width}: k {k} ({reason})")
         return moves
+
+
+def _kept_bin(data: Any, rungs: int) -> Bin:
+    """A bin's state from a checkpoint; UserError if no controller wrote it."""
+    try:
+        names = [f.name for f in dataclasses.fields(Bin)]
+        json_checks.keys(data, names, "bin")
+        counts: dict[str, Any] = {
+            key: json_checks.integer(data[key], key, 0) for key in ("age", "calm")
+        }
+        counts["rung"] = json_checks.integer(data["rung"], "rung", 0, rungs - 1)
+        lists: dict[str, Any] = {}
+        for key in ("fails", "retry"):
+            if not isinstance(data[key], list) or len(data[key]) != rungs:
+                raise ValueError(f"{key}: expected {rungs} numbers")
+            lists[key] = [json_checks.integer(n, key, 0) for n in data[key]]
+        shares: dict[str, Any] = {key: _kept_share(data[key], key) for key in ("low", "high")}
+    except ValueError as error:
+        raise UserError(
+            f"the run's checkpoint has a controller that is not what was written ({error}); "
+            "name a new run"
+        ) from None
+    return Bin(**counts, **lists, **shares)
+
+
+def _kept_share(data: Any, what: str) -> Share:
+    names = [f.name for f in dataclasses.fields(Share)]
+    json_checks.keys(data, names, what)
+    return Share(**{n: json_checks.number(data[n], f"{what}.{n}", 0, 1e30) for n in names})
 
 
 def open_controller(

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.records.json_checks import BROKEN
 from common.records.run_dir import atomic_write_text
 
 
@@ -34,7 +34,7 @@ class KeptParts:
         mark = self._folder / "key"
         if not mark.is_file() and any(self._others()):
             raise UserError(f"{self._folder}: is in the way; move it, or name another --out")
-        if mark.is_file() and mark.read_text() != self._key:
+        if mark.is_file() and mark.read_bytes() != self._key.encode():
             print(f"{self._folder}: holds parts of other work (settings or input differ); dropped")
             shutil.rmtree(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class KeptParts:
         try:
             with open(self._folder / f"{name}.npz", "rb") as file:
                 return dict(np.load(file, allow_pickle=False))
-        except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile):
+        except BROKEN:
             return None
 
     def put(self, name: str, **arrays: Any) -> None:

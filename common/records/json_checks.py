@@ -1,10 +1,14 @@
-"""Checks of values that come from JSON files: one clear UserError line each."""
+"""Checks of values that come from files: one clear UserError line each."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import operator
+import struct
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,12 @@ import numpy as np
 
 from common.errors import UserError
 
+BROKEN = (
+    OSError, ValueError, LookupError, TypeError, EOFError, AttributeError, MemoryError,
+    OverflowError, RuntimeError, SyntaxError, struct.error, tokenize.TokenError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What zipfile, numpy and json raise for damaged files; RuntimeError includes RecursionError."""
 LARGEST = 2**31 - 1
 """Of an integer without another limit: a count or length that arrays and sums have room for."""
 
@@ -42,6 +52,14 @@ def integer(
     if not low <= number <= (LARGEST if high is None else high):
         raise error(message)
     return number
+
+
+def written(text: str, what: str, low: int, high: int) -> int:
+    """The integer that `text` writes in plain digits; UserError for anything else."""
+    digits = text.strip()
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
+        raise UserError(f"{what}={text[:40]}: expected an integer in [{low}, {high}]")
+    return integer(int(digits), what, low, high)
 
 
 def number(value: Any, what: str, low: float, high: float) -> float:

@@ -122,11 +122,14 @@ def read_config(path: str | Path) -> Config:
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all: temporary file in the same folder, fsync, rename."""
+    """Write a file whole or not at all: temporary file in the same folder, fsync, rename.
+
+    A path in the text may have bytes that are no UTF-8: they are written as \\udcff.
+    """
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             os.fchmod(file.fileno(), 0o666 & ~_umask())
             file.write(text)
             file.flush()

@@ -66,7 +66,7 @@ def run_study(config_file: str, out: Path, *, seeds: int, fixed: str, jobs: int)
 
 def folder(arm: str) -> str:
     """Run directory of an arm below its seed's."""
-    return arm.replace(" ", "-").replace("=", "")
+    return arm.replace(" ", "-").replace("=", "").replace("/", "-")
 
 
 class _Lanes:
@@ -111,7 +111,7 @@ class _Lanes:
                 f"--model={seed_dir}/warmup/model",
                 f"--run={seed_dir}/{folder(arm)}",
                 f"--core={core}",
-                f"--config.rollout.schedule={schedule.format(seed_dir=seed_dir)}",
+                f"--config.rollout.schedule={schedule.replace('{seed_dir}', str(seed_dir))}",
                 f"--config.name={arm}",
                 *(["--config.mismatch.controller=false"] if arm != "scheduled" else []),
                 log=folder(arm),

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from common.tasks import limits
 
 FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -33,6 +34,11 @@ FILES = (
 )  # fmt: skip
 """Files beside a tokenizer that decide about tokens, template and stop tokens."""
 Messages = Sequence[Mapping[str, str]]
+RENDER_SECONDS = 10.0
+RENDER_BYTES = 2**30
+"""What a chat template may take for one prompt: usual ones take a millisecond."""
+MAX_CHARACTERS = 2**22
+"""Of a prompt: a million tokens, beyond any context; tokenizers take 100 bytes for each."""
 _CLOCK = re.compile(r"\bstrftime_now\s*\(")
 _CLOCK_WITH_FORMAT = re.compile(r"""\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
@@ -54,13 +60,22 @@ class TextCodec:
     vocab_size: int
     files: tuple[Path, ...] = ()
 
-    def render(self, messages: Messages) -> str:
-        """The prompt as text. Raises UserError if the chat template refuses the messages."""
+    def render(self, messages: Messages, *, loading: bool = False) -> str:
+        """The prompt as text. Raises UserError if the chat template refuses the messages.
+
+        The template has RENDER_SECONDS and, where nothing else computes in this process
+        (`loading`), RENDER_BYTES.
+        """
         if self.template is None:
             lines = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages]
             return "".join(lines) + "Assistant:"
         _refuse_what_changes(self.template)
-        with _in_one_line("the chat template cannot render the messages"):
+        memory = limits.memory_limit(RENDER_BYTES) if loading else contextlib.nullcontext()
+        with (
+            _in_one_line("the chat template cannot render the messages"),
+            memory,
+            limits.TimeLimit(RENDER_SECONDS),
+        ):
             return self.hf.apply_chat_template(
                 [dict(m) for m in messages],
                 chat_template=self.template,
@@ -68,9 +83,14 @@ class TextCodec:
                 tokenize=False,
             )
 
-    def encode(self, messages: Messages) -> np.ndarray:
-        """Token ids of the rendered prompt, int32 [prompt_len]."""
-        text = self.render(messages)
+    def encode(self, messages: Messages, *, loading: bool = False) -> np.ndarray:
+        """Token ids of the rendered prompt, int32 [prompt_len]; loading: see `render`."""
+        text = self.render(messages, loading=loading)
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(
+                f"a prompt of {len(text)} characters, expected at most {MAX_CHARACTERS}; mend the "
+                "row or the chat template"
+            )
         check_unicode(text)
         with _in_one_line("the tokenizer cannot encode the prompt"):
             ids = self.tokenizer.encode(text, add_special_tokens=self.template is None).ids

@@ -25,6 +25,7 @@ import numpy as np
 
 from common.config import TaskConfig
 from common.errors import UserError
+from common.records import stopping
 from common.tasks import reasoning
 from common.tasks.chat import TextCodec, load_codec, require
 from common.tasks.grading import GraderPool, Job
@@ -149,6 +150,7 @@ def load_file_task(
     prompts: list[Prompt] = []
     num_dropped = 0
     for row in read_rows(path):
+        stopping.check()
         is_chase = row.source == PointerChase.name
         if codec is None and chase is None:
             codec, chase = _reader(config, model_path, is_chase)
@@ -196,7 +198,7 @@ def _prompt(
         answer = _answer(row, chase)
         if chase is None:
             assert codec is not None, "one of the two is always there"
-            tokens = codec.encode(row.messages)
+            tokens = codec.encode(row.messages, loading=True)
         else:
             tokens = chase.tokens(" ".join(message["content"] for message in row.messages))
     except UserError as error:

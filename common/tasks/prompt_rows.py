@@ -63,7 +63,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
         columns = [c for c in _COLUMNS if c in file.schema_arrow.names]
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=columns):

@@ -96,7 +96,8 @@ def build_task(
             codec=load_codec(config.tokenizer, model_path, config.date),
             deadline_seconds=config.deadline_seconds,
         )
-        reasoning.check_scorer(task.prompt(config.seed, 0).answer)  # and its template, at start
+        task.codec.encode([{"role": "user", "content": "?"}], loading=True)  # see its template run
+        reasoning.check_scorer(task.prompt(config.seed, 0).answer)
         return task
     if name.endswith(SUFFIXES):
         return prompt_files.load_file_task(config, model_path, max_prompt_tokens)

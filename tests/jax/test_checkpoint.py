@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ import pytest
 from common.errors import UserError
 from sparrow_jax import checkpoint
 from sparrow_jax.checkpoint import Checkpoints
+from tests.common.test_damaged_runs import changed
 
 EXTRA = {"next_step": 12, "schedule": [0.1, 1e-17, None], "name": "\u00e9", "version": 2**60}
 
@@ -148,6 +151,39 @@ def test_a_manifest_nested_without_end_is_damage(two, capsys):
         (two / "step_00000003" / "manifest.json").write_text(text)
         with pytest.raises(checkpoint._Damaged, match="not what was written"):
             checkpoint._verified_manifest(two / "step_00000003")
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(two, capsys):
+    """Step 3 under the name of step 12 would be the newest for ever: later saves are pruned."""
+    shutil.rmtree(two / "step_00000012")
+    shutil.copytree(two / "step_00000003", two / "step_00000012")
+    assert_restores(two, 3)
+    assert "it holds step 3: the folder was renamed" in capsys.readouterr().err
+
+
+def test_a_changed_manifest_with_a_right_checksum_is_damage_or_refused(two):
+    """Seeded: other types, missing and other keys, files outside of the checkpoint."""
+    folder, rng, damaged = two / "step_00000012", random.Random(9), 0
+    text = (folder / "manifest.json").read_text()
+    odd = [
+        {**json.loads(text), "files": {name: {"bytes": 1, "crc32": 0}}} for name in ("../x", "/x")
+    ]
+    for i in range(200):
+        value = odd[i] if i < len(odd) else json.loads(changed(text, rng))
+        if isinstance(value, dict):
+            value.pop("crc32", None)
+            value["crc32"] = zlib.crc32(json.dumps(value).encode())
+        (folder / "manifest.json").write_text(json.dumps(value))
+        try:
+            found = checkpoint._verified_manifest(folder)
+        except checkpoint._Damaged as damage:
+            damaged += 1
+            assert "\n" not in str(damage)
+        except UserError as error:
+            assert "has format" in str(error)
+        else:
+            assert isinstance(found["extra"], dict) and isinstance(found["arrays"], dict)
+    assert damaged > 100
 
 
 def files_of(folder):
@@ -300,6 +336,7 @@ from pathlib import Path
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from sparrow_jax.checkpoint import Checkpoints
+from tests.common.test_damaged_runs import changed
 
 class Learner:
     def __init__(self, value):

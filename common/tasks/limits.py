@@ -1,0 +1,65 @@
+"""Bounds of time and memory around what a file brings with it: a chat template is a program."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+_AGAIN_SECONDS = 0.2
+"""Python swallows what a handler raises inside a weakref callback: so it is raised again."""
+
+
+class TimeLimit:
+    """`with TimeLimit(10):` TimeoutError in the code inside after 10 seconds of computing.
+
+    Seconds of the processor, of all threads: a busy machine is no fault of the code. Of the main
+    thread only, as signals are; elsewhere there is no limit.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._on = threading.current_thread() is threading.main_thread()
+        if self._on:
+            self._before = signal.signal(signal.SIGVTALRM, self._late)
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds, _AGAIN_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        if self._on:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, self._before)
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        own = (TimeLimit.__enter__.__code__, TimeLimit.__exit__.__code__)
+        if frame is None or frame.f_code not in own:  # to set up and to end is not cut off
+            raise TimeoutError(f"not done after {self._seconds:g} seconds of computing")
+
+
+@contextlib.contextmanager
+def memory_limit(more_bytes: int) -> Iterator[None]:
+    """MemoryError in the code inside that takes `more_bytes` more than the process has now.
+
+    The limit is the process's: no other thread may compute meanwhile. Linux only; elsewhere there
+    is none.
+    """
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        yield
+        return
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + more_bytes
+    given = [x for x in (soft, hard) if x != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([limit, *given]), hard))
+    try:
+        yield
+    except MemoryError:
+        raise MemoryError(f"needs over {more_bytes >> 20} MiB of memory") from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
