@@ -11,7 +11,7 @@ import pytest
 
 from common.cli import command_line
 from common.records.run_dir import atomic_write_text
-from tests.common.test_damaged_runs import changed, make_run
+from tests.common.records.test_damaged_runs import changed, make_run
 
 NUMBERS = (
     "0", "-1", "1", "3", "1e9", "999999999999", "9" * 30, "9" * 5000, "nan", "inf", "-inf", "1e308",

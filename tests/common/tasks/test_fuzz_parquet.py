@@ -10,7 +10,7 @@ import random
 import pytest
 
 from common.config import TaskConfig
-from common.errors import is_user_error
+from common.errors import UserError
 from common.tasks import registry
 from tests.common.task_files import row, write_tokenizer
 
@@ -49,8 +49,8 @@ def prompts(path):
     """(tokens, answer) of each row; None after one line for the user."""
     try:
         task = registry.build_task(TaskConfig(name=str(path), tokenizer=str(path.parent / "t")), "")
-    except ValueError as error:
-        assert is_user_error(error) and "\n" not in str(error)
+    except UserError as error:
+        assert "\n" not in str(error)
         assert str(path) in str(error) and len(str(error)) < 600
         return None
     return [(p.tokens.tolist(), p.answer) for p in task.prompts]
