@@ -10,7 +10,7 @@ from common import setup
 from common.errors import UserError
 from common.mismatch.controller import Controller
 from common.profile.kept_parts import KeptParts
-from tests.common.test_controller import config_of, start_of
+from tests.common.mismatch.test_controller import config_of, start_of
 from tests.common.test_damaged_runs import changed
 
 
