@@ -1,12 +1,12 @@
 """The training loop, backend-blind: read this file first.
 
-    1 prompts -> 2 rollout -> 3 rewards -> 4 scored -> 5 mismatch -> 6 batch -> 7 update
+    1 prompts -> 2 rollout -> 3 rewards -> 4 scored -> 5 batch -> 6 mismatch -> 7 update
     -> 8 push -> 9 record -> 10 checkpoint
 
-A step is a pure function of (weights, optimizer state, step number, configuration). So a run that
-is killed goes on from its last complete checkpoint and writes the same record: prompts, noise,
-shuffling and replayed rows are all derived from the step number. The record of a step is written
-before the checkpoint that counts it; on resume, records past the checkpoint are made again.
+A step is a pure function of (weights, optimizer state, step number, configuration): prompts, noise,
+shuffling and replayed rows are all derived from the step number. So a killed run resumes from its
+last complete checkpoint and writes the same record. The record of a step is written before the
+checkpoint that counts it; on resume, steps past the checkpoint are repeated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import numpy as np
 
 from common.config import Config
 from common.errors import UserError
-from common.mismatch import rollout_stats
+from common.mismatch import measure, rollout_stats
 from common.mismatch.alarms import Watch
 from common.mismatch.controller import ADAPTED, Controller, check_controller, open_controller
-from common.objective import batching, corrections, grpo
-from common.objective.corrections import Correction
+from common.objective.prepare import prepare_batch
 from common.records import metrics
 from common.records.progress import Progress
 from common.records.run_dir import RunDir
@@ -39,14 +38,14 @@ from common.setup import (
     resolve_schedule,
 )  # fmt: skip
 from common.tasks import evaluation, registry
-from common.types import Prompt, Rollout, Scored
+from common.types import Prompt, Rollout
 
-# Streams of derived seeds: fold_in(rollout.seed, step, STREAM).
 SAMPLE, SHUFFLE, REJECT, GREEDY = range(4)
+"""Each use of randomness in a step has a seed of its own: fold_in(rollout.seed, step, USE)."""
 
 
 def train(config: Config, run: RunDir) -> None:
-    """Run, or go on with, the training run in `run`; ends with RUN/model in HF format."""
+    """Start or resume the training run in `run`; at the end, save the policy as RUN/model."""
     if config.rollout.top_p < 1:
         raise UserError(
             f"rollout.top_p={config.rollout.top_p}: training needs 1.0, since the dense policy's "
@@ -97,7 +96,7 @@ def train(config: Config, run: RunDir) -> None:
 def train_step(
     parts: Parts, step: int, version: int, controller: Controller | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-    """Steps 1 to 7 for training step `step`; what goes into the record."""
+    """Steps 1 to 7 for training step `step`: (values, length bins, alarms) of its record."""
     config, backend, schedule = parts.config, parts.backend, parts.schedule
     seed = config.rollout.seed
     values: dict[str, Any] = {"weights/version": version}
@@ -119,41 +118,33 @@ def train_step(
     with _timed(values, "time/score"):
         scored = backend.scorer.logprobs(rollout)
         reference = backend.reference.logprobs(rollout).logp_dense_BT if backend.reference else None
-    with _timed(values, "time/mismatch"):
-        correction = _correct(config, rollout, scored, step)
-        mismatch, bins, alarms = rollout_stats.describe_mismatch(
-            rollout, scored, correction, backend.scorer, schedule, config, step, controller
-        )
     with _timed(values, "time/pack"):
-        advantages = grpo.advantages(
-            rewards,
-            rollout.group_B,
-            config=config.grpo,
-            greedy_reward_B=greedy,
-            finished_B=rollout.finished_B,
-        )
-        batch = batching.pack(
+        prepared = prepare_batch(
             rollout,
             scored,
-            advantages,
-            correction.weight_BT,
-            num_minibatches=config.grpo.num_minibatches,
-            tokens_per_microbatch=config.learner.tokens_per_microbatch,
-            buckets=config.learner.length_buckets,
-            seed=noise.fold_in(seed, step, SHUFFLE),
+            rewards,
+            config,
+            reject_seed=noise.fold_in(seed, step, REJECT),
+            shuffle_seed=noise.fold_in(seed, step, SHUFFLE),
+            greedy_reward_B=greedy,
             logp_ref_BT=reference,
-            aggregation=config.grpo.loss_aggregation,
-            max_response_tokens=config.rollout.max_response_tokens,
         )
+    with _timed(values, "time/mismatch"):
+        replay = measure.replay_some(rollout, backend.scorer, schedule, config.mismatch, step)
+        mismatch = measure.measure(
+            rollout, scored, prepared.correction, replay, dense=schedule is None, c=config.mismatch
+        )
+        alarms = measure.judge(mismatch, config)
+        moves = controller.follow(rollout, replay) if controller and replay else {}
     with _timed(values, "time/update"):
-        update = dict(backend.learner.update(batch))
+        update = backend.learner.update(prepared.batch)
 
-    rollout_stats.add_clip_fraction(
-        bins, update.pop("clipped_by_position"), rollout, config.mismatch.bin_tokens
+    values |= rollout_stats.describe_rollout(rollout, rewards, schedule, prepared.advantages)
+    values |= rollout_stats.describe_update(rollout, scored, prepared.correction, update.values)
+    values |= rollout_stats.describe_mismatch(mismatch) | moves | prepared.batch.stats
+    bins = rollout_stats.describe_bins(
+        mismatch, rollout, update.clipped_T, schedule, config.mismatch.bin_tokens
     )
-    values |= rollout_stats.describe_rollout(rollout, rewards, schedule, advantages)
-    values |= rollout_stats.describe_update(rollout, scored, correction, update)
-    values |= {**mismatch, **batch.stats}
     values["time/step"] = time.perf_counter() - start
     for name in ("rollout", "step"):
         speed = values["rollout/tokens"] / values[f"time/{name}"]
@@ -167,30 +158,10 @@ def push(parts: Parts, version: int) -> None:
         part.load_weights(parts.backend.learner.params, version)
 
 
-def _correct(config: Config, rollout: Rollout, scored: Scored, step: int) -> Correction:
-    """Importance weights from the sparse actor to the dense policy."""
-    uniform = None
-    if config.grpo.correction == "jackpot":
-        uniform = noise.position_uniform(
-            noise.fold_in(config.rollout.seed, step, REJECT),
-            np.array([p.prompt_id for p in rollout.prompts], np.uint32),
-            rollout.sample_B.astype(np.uint32),
-            rollout.tokens_BT.shape[1],
-        )
-    return corrections.correct(
-        config.grpo.correction,
-        scored.logp_dense_BT - rollout.logp_sparse_BT,
-        rollout.response_mask_BT,
-        cap=config.grpo.correction_cap,
-        low=config.grpo.correction_low,
-        uniform_BT=uniform,
-    )
-
-
 def _greedy_rewards(
     parts: Parts, prompts: list[Prompt], rollout: Rollout, step: int
 ) -> np.ndarray | None:
-    """Reward of the greedy response of each row's prompt (ReMax baseline), else None."""
+    """Reward of the greedy response of each row's prompt for the ReMax baseline, else None."""
     if parts.config.grpo.baseline != "greedy":
         return None
     seed = noise.fold_in(parts.config.rollout.seed, step, GREEDY)

@@ -1,27 +1,29 @@
-"""The small interfaces that a backend implements; common/loop.py knows nothing else about it.
+"""The interfaces between common/ and a backend; common/ knows nothing else about a backend.
 
-A backend package (`sparrow_jax`, ...) offers `build(config) -> Backend`, imported lazily by name.
+The learner's package (sparrow_jax) offers `build(config, ...) -> Backend`, the package of an engine
+offers `build_engine`, and both offer `build_scorer` in backend.py (ScorerModule).
+common/setup.py imports them by name when they are needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from common.config import ModelConfig
+from common.config import Config, ModelConfig
 from common.schedule.schedule import Schedule
-from common.types import Prompt, Replay, Rollout, Scored, TrainBatch
+from common.types import Overlap, Prompt, Replay, Rollout, Scored, TrainBatch, UpdateResult
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) while long work runs."""
 
 
 class RolloutEngine(Protocol):
-    """Samples responses. Token in, token out: it never sees text."""
+    """Samples responses. Tokens in, tokens out: an engine never sees text."""
 
     def generate(
         self,
@@ -48,9 +50,14 @@ class RolloutEngine(Protocol):
 
 
 class Scorer(Protocol):
-    """Teacher-forced passes under the current dense weights."""
+    """Teacher-forced passes under the current dense weights.
 
-    def logprobs(self, rollout: Rollout, *, temperature: float | None = None) -> Scored: ...
+    temperature defaults to the sampling temperature of the configuration.
+    """
+
+    def logprobs(self, rollout: Rollout, *, temperature: float | None = None) -> Scored:
+        """Dense log-probs and entropies of the response tokens."""
+        ...
 
     def replay(
         self,
@@ -63,7 +70,37 @@ class Scorer(Protocol):
         """Exact acceptance rate of `rows`; a schedule of None compares dense with dense."""
         ...
 
-    def load_weights(self, params: Any, version: int) -> None: ...
+    def overlaps(
+        self,
+        tokens_BT: np.ndarray,
+        prompt_len_B: np.ndarray,
+        budgets: Sequence[np.ndarray | None],
+        temperature: np.floating,
+        *,
+        policy: str = "mean",
+        top: int = 0,
+    ) -> Iterator[Overlap]:
+        """Dense against sparse distributions of given tokens, one Overlap per entry of `budgets`.
+
+        The dense pass runs once, a sparse pass runs when its result is taken. An entry of budgets
+        has the number of pages at each query position, int32 [T], or is None: dense against dense.
+        Queries before prompt_len_B are dense. policy: the rule that chooses pages, a name of
+        `VECTORS` in common/profile/text_profile.py. top > 0: also bound alpha from below by the
+        `top` likeliest tokens of each side.
+        """
+        ...
+
+    def load_weights(self, params: Any, version: int) -> None:
+        """Weights of the next passes."""
+        ...
+
+
+class ScorerModule(Protocol):
+    """The module backend.py of a backend package, as far as it serves passes without training."""
+
+    def build_scorer(self, config: Config) -> tuple[Scorer, ModelConfig, str]:
+        """A scorer with the weights of model.path, its geometry, and one line on where it runs."""
+        ...
 
 
 class Learner(Protocol):
@@ -74,8 +111,8 @@ class Learner(Protocol):
         """Current weights, in the form that `load_weights` of the same backend takes."""
         ...
 
-    def update(self, batch: TrainBatch) -> Mapping[str, Any]:
-        """One optimizer step per minibatch; grpo/* values, and clipped_by_position, int [T]."""
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """One optimizer step per minibatch."""
         ...
 
 
@@ -83,25 +120,30 @@ class Checkpointer(Protocol):
     """Complete training states in a run directory; an incomplete one is never restored."""
 
     def save(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Weights, optimizer, and `extra` (JSON: next step, version) after `step` steps."""
+        """Save weights, optimizer state and `extra` (JSON: next step, version) at `step`."""
         ...
 
     def restore(self) -> Mapping[str, Any] | None:
-        """Load the newest sound checkpoint into the learner; its `extra`, or None if there is none.
+        """Load the newest sound checkpoint into the learner; its `extra`, or None without one.
 
-        Damaged ones are named in a warning, set aside, and the one before is used.
+        A damaged checkpoint is named in a warning and set aside; the one before it is used.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait until what was saved is on disk."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What `build` returns. save_model writes an HF directory (config.json, model.safetensors).
+    """All parts of a backend, with the same weights under version 0.
 
-    export_weights: the learner's params by name ("layers.q_LDNH"), as arrays with __dlpack__, for
-    an engine of another framework; they are valid until the next update.
+    reference: scorer of the start weights for a KL term; None without one. save_model: writes a
+    Hugging Face directory (config.json, model.safetensors). export_weights: turns the learner's
+    params into arrays with __dlpack__ by name ("layers.q_LDNH"), for an engine of another
+    framework; they are valid until the next update. description: facts for the console and the
+    trace, by name.
     """
 
     engine: RolloutEngine

@@ -1,4 +1,8 @@
-"""Build the parts that a configuration names: task, prompts, schedule, backend."""
+"""Build the parts that a configuration names: task, prompts, schedule, backend.
+
+Backends are imported here by name, inside functions: this is the only wiring between common/ and a
+backend.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import Config
+from common.config import Config, ModelConfig
 from common.errors import UserError
 from common.model import hf_config
-from common.protocols import Backend, RolloutEngine
+from common.protocols import Backend, RolloutEngine, Scorer, ScorerModule
 from common.records import json_checks
 from common.records.run_dir import RunDir, atomic_write_text
 from common.schedule import schedule as schedules
@@ -25,16 +29,20 @@ from common.tasks.grading import GraderPool
 from common.tasks.prompt_files import FileTask
 from common.tasks.prompts import PromptSource
 from common.tasks.registry import Task
+from common.types import Prompt, Rollout
 
 LEARNER = "sparrow_jax"
-"""Package of the learner, and of what goes with it: scorer, checkpoints."""
+"""Package of the learner, the scorer and the checkpoints."""
 ENGINES = {"jax": "sparrow_jax", "torch": "sparrow_torch"}
-"""Package of each rollout engine that is built in; an engine has the name of its framework."""
+"""Package of each rollout engine by the name of its framework."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the stages work with. schedule None = dense. pool None = no graders needed."""
+    """What the steps of the loop work with.
+
+    schedule: None decodes densely. pool: grader processes, None if the task needs none.
+    """
 
     config: Config
     task: Task
@@ -59,7 +67,10 @@ def engine_package(config: Config) -> str:
 
 
 def build_backend(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backend:
-    """Learner, scorer and engine; an engine of another framework gets the learner's weights."""
+    """Learner, scorer and engine; an engine of another framework gets the learner's weights.
+
+    vocab_size: tokens that the task uses. stop_ids: tokens that end a response.
+    """
     package = engine_package(config)
     backend = importlib.import_module(LEARNER).build(
         config, vocab_size=vocab_size, stop_ids=stop_ids
@@ -78,19 +89,31 @@ def build_backend(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -
     )
 
 
-class ForeignEngine:
-    """An engine of another framework than the learner's, which takes the learner's weights."""
+def build_scorer(config: Config) -> tuple[Scorer, ModelConfig, str]:
+    """A scorer of the engine's framework, without engine or learner; see ScorerModule."""
+    module: ScorerModule = importlib.import_module(f"{engine_package(config)}.backend")
+    return module.build_scorer(config)
 
-    def __init__(self, engine: RolloutEngine, export_weights: Callable[[Any], Mapping[str, Any]]):
-        self.generate, self._engine, self._export = engine.generate, engine, export_weights
+
+class ForeignEngine:
+    """Wraps an engine of another framework than the learner's, so that it takes its params."""
+
+    def __init__(
+        self, engine: RolloutEngine, export_weights: Callable[[Any], Mapping[str, Any]]
+    ) -> None:
+        self._engine, self._export = engine, export_weights
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> Rollout:
+        """See RolloutEngine."""
+        return self._engine.generate(prompts, **how)
 
     def load_weights(self, params: Any, version: int) -> None:
-        """The learner's params, in its own form."""
+        """Hand the learner's params to the engine by name."""
         self._engine.load_weights(self._export(params), version)
 
 
 def check_context(config: Config) -> None:
-    """UserError for sequences longer than the context of the model in model.path."""
+    """Raise UserError if a sequence may be longer than the context of the model in model.path."""
     r = config.rollout
     hf_config.check_context(
         config.model.path,
@@ -101,7 +124,7 @@ def check_context(config: Config) -> None:
 
 
 def resolve_schedule(config: Config) -> Schedule | None:
-    """The schedule that config.rollout.schedule names."""
+    """The schedule that config.rollout.schedule names; None for "dense"."""
     return schedules.resolve(
         config.rollout.schedule,
         page_size=config.rollout.page_size,
@@ -111,7 +134,11 @@ def resolve_schedule(config: Config) -> Schedule | None:
 
 @contextlib.contextmanager
 def open_parts(config: Config) -> Iterator[Parts]:
-    """Everything that can be refused is refused here, the cheap checks first."""
+    """Build the parts and, at the end, stop the graders.
+
+    Whatever is wrong with the configuration raises UserError here, before the first step; the cheap
+    checks come first.
+    """
     engine_package(config)
     check_context(config)
     schedule = resolve_schedule(config)
@@ -130,7 +157,7 @@ def open_parts(config: Config) -> Iterator[Parts]:
 
 
 def check_response_limit(parts: Parts) -> None:
-    """UserError if every response is cut before it can earn a reward, where the task can say so."""
+    """Raise UserError if the task knows that every response is cut before it can earn a reward."""
     least, limit = getattr(parts.task, "min_response_tokens", 1), parts.config.rollout
     if limit.max_response_tokens < least:
         raise UserError(
@@ -151,10 +178,10 @@ def goes_on_at(extra: Mapping[str, Any] | None) -> tuple[int, int]:
 
 
 def announce(parts: Parts, run: RunDir, step: int) -> None:
-    """Say on the console what runs, and keep the schedule with the run.
+    """Print what runs, and write the schedule into the run directory.
 
-    A run that goes on must have the schedule that it was started with: the configuration names a
-    file, whose content may have changed since. Raises UserError if it has, or if a file of the
+    A resumed run must have the schedule that it was started with: the configuration names a file,
+    and its content may have changed since. Raises UserError if it has changed, or if a file of the
     start model or of the task has.
     """
     run.keep_files(parts.task.files)
@@ -173,15 +200,15 @@ def announce(parts: Parts, run: RunDir, step: int) -> None:
 
 
 def _kept(path: Path) -> str | dict[str, Any]:
-    """The schedule kept with a run: "dense", or the content of a schedule file."""
+    """The schedule in a run directory: "dense", or the content of a schedule file."""
     try:
         if json.loads(path.read_text(encoding="utf-8")) == "dense":
             return "dense"
     except (ValueError, RecursionError):
-        pass  # said below
+        pass  # read_object below reports it
     return schedules.parse(json_checks.read_object(path), str(path)).to_json()
 
 
 def _effect(record: str | dict[str, Any]) -> Any:
-    """What of a schedule file decides about rollouts: all but its name and history."""
+    """The part of a schedule file that decides about rollouts: all but its name and history."""
     return record if isinstance(record, str) else (record["page_size"], record["bins"])

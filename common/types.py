@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class Prompt:
 
     prompt_id: non-negative int32, stable over epochs; part of the key of the sampling noise.
     tokens: int32 [prompt_len], at least one token.
-    task: name of the scorer (`tasks.score` looks it up).
-    answer: whatever that scorer needs (ground truth and task metadata), JSON-serialisable.
+    task: name of the scorer that judges a response (common/tasks/registry.py).
+    answer: what that scorer needs (ground truth and task metadata), JSON-serialisable.
     """
 
     prompt_id: int
@@ -45,7 +45,7 @@ class Prompt:
 class Rollout:
     """Sampled responses, rows in the order prompt 0 sample 0, prompt 0 sample 1, ...
 
-    prompts: one per *row* (repeated within a group); group_B: int32 [B], shared by a group.
+    prompts: one per *row* (repeated within a group); group_B: int32 [B], equal within a group.
     sample_B: int32 [B], number of the sample within its group.
     tokens_BT int32, response_mask_BT bool, logp_sparse_BT float32 (log-prob of each sampled token
     under the very distribution it was sampled from: temperature and filter applied).
@@ -80,6 +80,19 @@ class Scored:
 
     logp_dense_BT: np.ndarray
     entropy_BT: np.ndarray
+
+
+class Overlap(NamedTuple):
+    """Dense against sparse distributions of one teacher-forced pass over given tokens.
+
+    alpha_BT: float32 [B, T], acceptance rate of the distribution of token t, 1 at t = 0.
+    logp_BT: float32 [B, T], log-prob of token t under the sparse one, 0 at t = 0.
+    estimate_BT: lower bound of alpha by top-k log-probs of both sides; None unless asked for.
+    """
+
+    alpha_BT: np.ndarray
+    logp_BT: np.ndarray
+    estimate_BT: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,9 +136,24 @@ class TrainBatch:
     denominators[i] divides the summed loss of minibatch i: for the token mean the number of its
     loss tokens (of the whole minibatch, so that the split into micro-batches cannot change the
     gradient). num_tokens: loss tokens of all minibatches. stats: scalars worth logging.
+    fresh: True if the learner's weights before the update are those that scored the batch. The
+    first optimizer step then takes its own log-probs for logp_old, so that its ratio is exactly 1.
     """
 
     minibatches: list[list[MicroBatch]]
     denominators: list[float]
     num_tokens: float
     stats: Mapping[str, float]
+    fresh: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """What a learner reports of one training batch.
+
+    values: numbers for the record, by name (grpo/*). clipped_T: int [T], the number of tokens at
+    each position whose ratio was clipped; T is the width of the widest micro-batch.
+    """
+
+    values: Mapping[str, float]
+    clipped_T: np.ndarray

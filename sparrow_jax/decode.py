@@ -48,6 +48,11 @@ def fork(cache, hidden_SD, prompt_hidden_BD, source_F, slot_F, page_from_F, page
     return (kv, cache[1]), hidden_SD
 
 
+def budget_at(position_B: jax.Array, budgets: jax.Array, bin_tokens: jax.Array) -> jax.Array:
+    """Budget of the query at each position: `budget_at` of common/schedule/schedule.py in JAX."""
+    return budgets[jnp.minimum(position_B // bin_tokens, budgets.shape[0] - 1)]
+
+
 @functools.partial(
     jax.jit,
     static_argnames=(
@@ -85,8 +90,8 @@ def decode(
             jnp.logical_or, [token == s for s in stop_ids], cached + 1 >= limit_S
         )
         active = active & ~stop
-        k = budgets[jnp.minimum(cached // bin_tokens, budgets.shape[0] - 1)]
-        sparse = {"k_B": k, "max_selected": max_selected} if max_selected else {}
+        k_B = budget_at(cached, budgets, bin_tokens)
+        sparse = {"k_B": k_B, "max_selected": max_selected} if max_selected else {}
         cache, out = model.extend(
             cache, token[:, None], cached, active.astype(jnp.int32), page_table_SP,
             dtype=dtype, num_dense=num_dense, **sparse,

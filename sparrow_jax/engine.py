@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from common.config import ModelConfig, RolloutConfig
-from common.rollout.paged_engine import PREFILL_ROWS, Decoding, Drawn, PagedEngine
+from common.rollout.device import PREFILL_ROWS, DecodeResult, Decoding, Fork
+from common.rollout.paged_engine import PagedEngine
 from sparrow_jax import cache as kv_cache
 from sparrow_jax import decode
 
@@ -43,7 +44,7 @@ class Engine(PagedEngine):
 
 
 class _Programs:
-    """Device of common/rollout/paged_engine.py."""
+    """Device of common/rollout/device.py."""
 
     def __init__(self, engine: Engine):
         self.engine, self.cache = engine, engine.take_cache()
@@ -58,14 +59,15 @@ class _Programs:
             self.prompt_hidden, graph=engine.graph, dtype=engine.dtype,
         )  # fmt: skip
 
-    def fork(self, starts: Sequence[tuple[int, int, int, int]]) -> None:
+    def fork(self, starts: Sequence[Fork]) -> None:
         table = np.zeros((4, self.engine.config.num_slots), np.int32)
         table[:, : len(starts)] = np.array(starts, np.int32).T
         self.cache, self.hidden_SD = decode.fork(
-            self.cache, self.hidden_SD, self.prompt_hidden, *table, len(starts)
-        )
+            self.cache, self.hidden_SD, self.prompt_hidden, source_F=table[0], slot_F=table[1],
+            page_from_F=table[2], page_to_F=table[3], count=len(starts),
+        )  # fmt: skip
 
-    def decode(self, d: Decoding) -> Drawn:
+    def decode(self, d: Decoding) -> DecodeResult:
         engine = self.engine
         out = decode.decode(
             engine.params, self.cache, self.hidden_SD, d.active_S, d.cached_S, d.limit_S, d.key_S,
@@ -76,7 +78,11 @@ class _Programs:
             greedy=d.temperature == 0, nucleus=d.top_p < 1,
         )  # fmt: skip
         self.cache, self.hidden_SD = out[:2]
-        return Drawn(*jax.device_get(out[2:]))
+        active_S, cached_S, tokens_ST, logp_ST, num_sampled_S = jax.device_get(out[2:])
+        return DecodeResult(
+            active_S=active_S, cached_S=cached_S, tokens_ST=tokens_ST, logp_ST=logp_ST,
+            num_sampled_S=num_sampled_S,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.engine.keep_cache(self.cache)

@@ -32,7 +32,7 @@ from common.config import Config, LearnerConfig
 from common.errors import UserError
 from common.objective.grpo import LOG_RATIO_LIMIT
 from common.records import stopping
-from common.types import MicroBatch, TrainBatch
+from common.types import MicroBatch, TrainBatch, UpdateResult
 from sparrow_jax import sharding
 from sparrow_jax.scorer import token_logprobs
 
@@ -157,11 +157,11 @@ class JaxLearner:
         tree = jax.tree.structure(self._opt_state)
         self._opt_state = jax.tree.unflatten(tree, state["opt_state"])
 
-    def update(self, batch: TrainBatch) -> Mapping[str, Any]:
+    def update(self, batch: TrainBatch) -> UpdateResult:
         """One optimizer step per minibatch that has a signal; means over the whole batch.
 
-        "clipped_by_position" counts clipped tokens, int [T]; all other values are numbers. Raises
-        UserError for a gradient that is not finite: the run ends before such weights are saved.
+        Raises UserError for a gradient that is not finite: the run ends before such weights are
+        saved.
         """
         totals, norms, drift = {"loss": 0.0, "k3": 0.0}, [], 0.0
         longest = max((m.tokens_BT.shape[1] for b in batch.minibatches for m in b), default=1)
@@ -169,23 +169,23 @@ class JaxLearner:
         for micro, denominator in zip(batch.minibatches, batch.denominators, strict=True):
             if not micro or denominator == 0:
                 continue
-            # Until the first step, the weights are those that scored the rollout.
-            sums, norm = self._step(micro, denominator, fresh=not norms)
+            # If the batch is fresh, its own weights hold until the first step changes them.
+            sums, norm = self._step(micro, denominator, fresh=batch.fresh and not norms)
             norms.append(norm)
             drift = max(drift, *(float(s["drift"]) for s in sums))
             totals = {k: v + sum(float(s[k]) for s in sums) for k, v in totals.items()}
             for s in sums:
                 clipped_T[: len(s["clipped_T"])] += s["clipped_T"]
         tokens, whole = max(batch.num_tokens, 1.0), max(sum(batch.denominators), 1.0)
-        return {
+        values = {
             "grpo/loss": totals["loss"] / whole,
             "grpo/grad_norm": float(np.mean(norms)) if norms else 0.0,
             "grpo/clip_fraction": float(clipped_T.sum() / tokens),
             "grpo/kl_reference": totals["k3"] / tokens,
             "grpo/ratio_first_minibatch": float(np.exp(drift)),
             "grpo/num_updates": float(len(norms)),
-            "clipped_by_position": clipped_T,
         }
+        return UpdateResult(values=values, clipped_T=clipped_T)
 
     def _step(
         self, micro: list[MicroBatch], denominator: float, fresh: bool

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from common.config import Config
-from common.mismatch.batched_scorer import BatchedScorer, Overlap
+from common.mismatch.batched_scorer import BatchedScorer
+from common.types import Overlap
 from kernels_pallas.reference import topk_overlap
 from sparrow_jax import sharding
 

@@ -88,7 +88,7 @@ class JaxTracer:
         grads, losses = jax.tree.map(jnp.zeros_like, own.params), []
         for m in batch.minibatches[0]:
             grads, sums = learner.accumulate_gradient(
-                own.params, grads, own._place(m), numbers, True,
+                own.params, grads, own._place(m), numbers, batch.fresh,
                 np.float32(c.rollout.temperature), graph=own.graph, dtype=own.dtype, remat=False,
             )  # fmt: skip
             losses.append(float(sums["loss"]))

@@ -24,7 +24,8 @@ import torch
 from common.config import ModelConfig
 from common.cost import decode_cost
 from common.model.geometry import QWEN3
-from common.rollout.paged_engine import Decoding, plan_budgets
+from common.rollout.budgets import plan_budgets
+from common.rollout.device import Decoding
 from common.schedule.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
 from common.schedule.schedule import Schedule
 from kernels_triton import bench as kernel_bench
@@ -102,17 +103,20 @@ def build_step(
         row[: len(own)] = own
     key_S = np.split(np.arange(2 * rows, dtype=np.uint32), 2)
     with torch.no_grad():
-        shape = Shape(rows, len(plan.budgets), *plan[1:], temperature=1.0, top_p=1.0)
+        shape = Shape(
+            rows=rows, num_budgets=len(plan.budgets), bin_tokens=plan.bin_tokens,
+            max_selected=plan.max_selected, temperature=1.0, top_p=1.0,
+        )  # fmt: skip
         step = DecodeStep(programs, shape)
         decoding = Decoding(
-            np.ones(rows, bool),
-            lengths,
-            lengths + MARGIN,
-            (key_S[0], key_S[1]),
-            table,
-            *plan,
-            1.0,
-            1.0,
+            active_S=np.ones(rows, bool),
+            cached_S=lengths,
+            limit_S=lengths + MARGIN,
+            key_S=(key_S[0], key_S[1]),
+            page_table_SP=table,
+            **plan._asdict(),
+            temperature=1.0,
+            top_p=1.0,
         )
         step.load(decoding, np.arange(rows))
     return step

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common.rollout.paged_engine import PREFILL_ROWS, Decoding, Drawn
+from common.rollout.device import PREFILL_ROWS, DecodeResult, Decoding, Fork
 from kernels_triton.cuda_graph import Capture
 from sparrow_torch.model import Decoder
 from sparrow_torch.sampling import fused_sample, nucleus_only, sample
@@ -36,6 +36,11 @@ class Shape(NamedTuple):
     max_selected: int
     temperature: float
     top_p: float
+
+
+def budget_at(position_B: torch.Tensor, budgets: torch.Tensor, bin_tokens: int) -> torch.Tensor:
+    """Budget of the query at each position: `budget_at` of common/schedule/schedule.py in torch."""
+    return budgets[(position_B // bin_tokens).clamp(max=len(budgets) - 1).long()]
 
 
 def bucket(rows: int, most: int) -> int:
@@ -91,8 +96,8 @@ class DecodeStep:
         active = active & ~stops & (cached + 1 < self.limit_B)
         sparse: dict[str, Any] = {}
         if shape.max_selected:
-            index = (cached // shape.bin_tokens).clamp(max=shape.num_budgets - 1)
-            sparse = {"k_B": self.budgets[index.long()], "max_selected": shape.max_selected}
+            k_B = budget_at(cached, self.budgets, shape.bin_tokens)
+            sparse = {"k_B": k_B, "max_selected": shape.max_selected}
         out_BTD = p.model.extend(
             p.cache, token[:, None], cached, active.int(), self.table_BP, num_dense=p.num_dense,
             **sparse,
@@ -148,14 +153,14 @@ class Programs:
         self.prompt_hidden = torch.where((num_new_B > 0)[:, None], newest, self.prompt_hidden)
 
     @torch.no_grad()
-    def fork(self, starts: Sequence[tuple[int, int, int, int]]) -> None:
+    def fork(self, starts: Sequence[Fork]) -> None:
         source, slot, page_from, page_to = self._tensor(starts).T
         self.hidden_SD[slot] = self.prompt_hidden[source]
         kv, _ = self.cache
         kv[:, :, page_to] = kv[:, :, page_from]
 
     @torch.no_grad()
-    def decode(self, d: Decoding) -> Drawn:
+    def decode(self, d: Decoding) -> DecodeResult:
         slots = d.active_S.nonzero()[0]
         shape = Shape(
             bucket(len(slots), self.num_slots), len(d.budgets), d.bin_tokens, d.max_selected,
@@ -178,12 +183,12 @@ class Programs:
             before_S[slots] = rows[: len(slots)].cpu().numpy()
             return before_S
 
-        return Drawn(
-            by_slot(d.active_S.copy(), step.active_B),
-            by_slot(d.cached_S.copy(), step.cached_B),
-            by_slot(np.zeros((S, T), np.int32), torch.stack(tokens, 1)),
-            by_slot(np.zeros((S, T), np.float32), torch.stack(logps, 1)),
-            by_slot(np.zeros(S, np.int32), step.drawn_B),
+        return DecodeResult(
+            active_S=by_slot(d.active_S.copy(), step.active_B),
+            cached_S=by_slot(d.cached_S.copy(), step.cached_B),
+            tokens_ST=by_slot(np.zeros((S, T), np.int32), torch.stack(tokens, 1)),
+            logp_ST=by_slot(np.zeros((S, T), np.float32), torch.stack(logps, 1)),
+            num_sampled_S=by_slot(np.zeros(S, np.int32), step.drawn_B),
         )
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from common.config import Config
-from common.mismatch.batched_scorer import BatchedScorer, Overlap
+from common.mismatch.batched_scorer import BatchedScorer
+from common.types import Overlap
 from kernels_triton.reference import topk_overlap
 from sparrow_torch.model import Decoder
 

@@ -119,7 +119,9 @@ class TorchTracer:
         numbers = c.grpo.loss_numbers
         losses = [
             float(
-                learner.accumulate_gradient(model, m, numbers, True, c.rollout.temperature)["loss"]
+                learner.accumulate_gradient(model, m, numbers, batch.fresh, c.rollout.temperature)[
+                    "loss"
+                ]
             )
             for m in batch.minibatches[0]
         ]

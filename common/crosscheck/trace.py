@@ -33,10 +33,9 @@ from common.crosscheck.trace_file import TraceWriter
 from common.crosscheck.trace_prompts import read_prompts
 from common.errors import UserError
 from common.model import hf, hf_config
-from common.objective import batching, corrections, grpo
+from common.objective.prepare import prepare_batch
 from common.protocols import Scorer
 from common.records.progress import Progress
-from common.rollout import noise
 from common.schedule.schedule import NUM_RESERVED, Schedule
 from common.types import Prompt, Rollout, Scored, TrainBatch
 
@@ -142,7 +141,7 @@ def _stages(
         rollout = _uneven(rollout)
     else:
         raise UserError("this backend does not sample; give --force_tokens=TRACE of one that does")
-    tokens_BT, mask = rollout.tokens_BT, rollout.response_mask_BT
+    tokens_BT = rollout.tokens_BT
     lengths = {"prompt_len": rollout.prompt_len_B, "total_len": rollout.total_len_B}
     yield "tokens", {"tokens": tokens_BT, "logp": rollout.logp_sparse_BT, **lengths}
     yield "forward", tracer.forward(tokens_BT)
@@ -161,38 +160,28 @@ def _stages(
             trace_decode.run(cache, tokens_BT, *lengths.values(), schedule=schedule, chunk=chunk),
         )
     if tracer.update is not None:
-        log_ratio = np.where(mask, scored.logp_dense_BT - rollout.logp_sparse_BT, 0)
-        yield from _train(tracer, config, rollout, scored, log_ratio)
+        yield from _train(tracer, config, rollout, scored)
 
 
 def _train(
-    tracer: Tracer, config: Config, rollout: Rollout, scored: Scored, log_ratio_BT: np.ndarray
+    tracer: Tracer, config: Config, rollout: Rollout, scored: Scored
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The stages grpo, grad and step: steps 5 to 7 of common/loop.py."""
-    c, mask = config.grpo, rollout.response_mask_BT
-    ids = np.array([p.prompt_id for p in rollout.prompts], np.uint32)
-    uniform = noise.position_uniform(
-        config.rollout.seed, ids, rollout.sample_B.astype(np.uint32), mask.shape[1]
-    )
-    correction = corrections.correct(
-        c.correction, log_ratio_BT, mask, cap=c.correction_cap, low=c.correction_low,
-        uniform_BT=uniform,
-    )  # fmt: skip
+    """The stages grpo, grad and step: steps 5 and 7 of common/loop.py, with made-up rewards."""
     rewards = 1.0 - rollout.sample_B % 2
-    advantages = grpo.advantages(
-        rewards, rollout.group_B, config=c, greedy_reward_B=0 * rewards + 0.5,
-        finished_B=np.ones(len(mask), bool),
-    )  # fmt: skip
-    batch = batching.pack(
-        rollout, scored, advantages, correction.weight_BT, num_minibatches=1,
-        tokens_per_microbatch=config.learner.tokens_per_microbatch,
-        buckets=config.learner.length_buckets, seed=0, aggregation=c.loss_aggregation,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )  # fmt: skip
+    prepared = prepare_batch(
+        rollout,
+        scored,
+        rewards,
+        config,
+        reject_seed=config.rollout.seed,
+        shuffle_seed=0,
+        greedy_reward_B=np.full(len(rewards), 0.5),
+    )
+    batch, correction = prepared.batch, prepared.correction
     if not batch.minibatches[0]:
         raise UserError(
-            f"grpo.correction={c.correction} drops every token here; widen grpo.correction_low and "
-            "correction_cap, or take another"
+            f"grpo.correction={config.grpo.correction} drops every token here; widen "
+            "grpo.correction_low and correction_cap, or take another"
         )
     assert tracer.update is not None, "stages asks first"
     update = tracer.update(batch)
@@ -255,6 +244,7 @@ def _uneven(rollout: Rollout) -> Rollout:
         logp_sparse_BT=np.where(there, rollout.logp_sparse_BT, 0).astype(np.float32),
         total_len_B=end,
         version_BT=np.where(there, rollout.version_BT, -1),
+        finished_B=np.ones(len(N), bool),  # so that grpo.overlong applies to none
     )
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from common.rollout.budgets import plan_budgets
 from common.rollout.page_pool import pages_for
-from common.rollout.paged_engine import plan_budgets
 from common.schedule.schedule import NUM_RESERVED, Schedule
 
 SCORES_EVERY = 16

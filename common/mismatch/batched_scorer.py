@@ -1,10 +1,10 @@
-"""A scorer's bookkeeping: rows of a rollout as batches of static shape, which a backend runs."""
+"""The host's half of a scorer: it cuts a rollout into batches of static shape for a backend."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,38 +12,37 @@ from common.config import Config
 from common.objective import batching
 from common.records import stopping
 from common.schedule.schedule import Schedule
-from common.types import Replay, Rollout, Scored
-
-
-class Overlap(NamedTuple):
-    """Entry t of each [B, T] speaks about token t: alpha (1 at t = 0), sparse log-prob (0 at 0),
-    and the lower bound of alpha by top-k log-probs, where asked for."""
-
-    alpha_BT: np.ndarray
-    logp_BT: np.ndarray
-    estimate_BT: np.ndarray | None = None
+from common.types import Overlap, Replay, Rollout, Scored
 
 
 class BatchedScorer(abc.ABC):
-    """Scorer of common/protocols.py; sequences run in length buckets of static shape."""
+    """Scorer of common/protocols.py; rows of like length share a batch of static shape.
 
-    def __init__(self, config: Config):
+    A backend implements `score` and `overlaps`, which see one such batch at a time.
+    """
+
+    def __init__(self, config: Config) -> None:
         self.config, self.version = config, -1
         self.params: Any = None
 
     @abc.abstractmethod
-    def score(self, tokens_BT, temperature) -> tuple[np.ndarray, np.ndarray]:
-        """Dense log-prob and entropy of every token, [B, T]; entry 0 is 0."""
+    def score(
+        self, tokens_BT: np.ndarray, temperature: np.floating
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Dense log-prob and entropy of every token, float32 [B, T] each, 0 at t = 0."""
 
     @abc.abstractmethod
     def overlaps(
-        self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0
+        self,
+        tokens_BT: np.ndarray,
+        prompt_len_B: np.ndarray,
+        budgets: Sequence[np.ndarray | None],
+        temperature: np.floating,
+        *,
+        policy: str = "mean",
+        top: int = 0,
     ) -> Iterator[Overlap]:
-        """Dense against sparse at each of `budgets` ([T] each; None = dense), one dense pass.
-
-        policy: a name of `VECTORS` in common/profile/text_profile.py. top: also estimate alpha from
-        that number of likeliest tokens of each side; 0 = no estimate.
-        """
+        """See Scorer in common/protocols.py."""
 
     def load_weights(self, params: Any, version: int) -> None:
         """Weights of the next passes."""
@@ -54,8 +53,9 @@ class BatchedScorer(abc.ABC):
         logp = np.zeros(rollout.tokens_BT.shape, np.float32)
         entropy = np.zeros_like(logp)
         for rows, tokens in self._batches(rollout, np.arange(len(logp))):
-            out = self.score(tokens, self._temperature(temperature))
-            _put(rollout, rows, (logp, entropy), out)
+            logp_BT, entropy_BT = self.score(tokens, self._temperature(temperature))
+            _put(rollout, rows, logp, logp_BT)
+            _put(rollout, rows, entropy, entropy_BT)
         return Scored(logp_dense_BT=logp, entropy_BT=entropy)
 
     def replay(
@@ -76,16 +76,21 @@ class BatchedScorer(abc.ABC):
             if schedule is not None:
                 budget = schedule.budgets_at(np.arange(tokens.shape[1]))
             (out,) = self.overlaps(tokens, prompt_len, [budget], self._temperature(temperature))
-            _put(rollout, part, (alpha, logp), (out.alpha_BT, out.logp_BT))
+            _put(rollout, part, alpha, out.alpha_BT)
+            _put(rollout, part, logp, out.logp_BT)
         rows = np.asarray(rows, np.int32)
         alpha = np.clip(alpha[rows], 0, 1)  # float32 sums of min() leave [0, 1] by rounding only
         return Replay(rows=rows, alpha_BT=alpha, logp_replay_BT=logp[rows])
 
-    def _temperature(self, temperature):
+    def _temperature(self, temperature: float | None) -> np.float32:
+        """The sampling temperature unless another is given; 1 for greedy decoding (0)."""
         value = self.config.rollout.temperature if temperature is None else temperature
         return np.float32(value or 1.0)
 
-    def _batches(self, rollout: Rollout, rows: np.ndarray):
+    def _batches(
+        self, rollout: Rollout, rows: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(row numbers, their tokens padded to a static shape [B, T]), longest rows first."""
         c = self.config.learner
         for part, T, B in batching.length_batches(
             rollout.total_len_B[rows], c.tokens_per_microbatch, buckets=c.length_buckets
@@ -94,9 +99,8 @@ class BatchedScorer(abc.ABC):
             yield rows[part], batching.take_rows(rollout.tokens_BT, rows[part], T, B)
 
 
-def _put(rollout: Rollout, rows, arrays, outputs) -> None:
-    """Write the response entries of `outputs` [B, T] into `arrays` at `rows`."""
-    for array, out in zip(arrays, outputs, strict=True):
-        width = min(array.shape[1], out.shape[1])
-        mask = rollout.response_mask_BT[rows, :width]
-        array[rows, :width] = np.where(mask, out[: len(rows), :width], array[rows, :width])
+def _put(rollout: Rollout, rows: np.ndarray, whole_BT: np.ndarray, part_BT: np.ndarray) -> None:
+    """Write the response entries of a batch into the array of the whole rollout at `rows`."""
+    width = min(whole_BT.shape[1], part_BT.shape[1])
+    mask = rollout.response_mask_BT[rows, :width]
+    whole_BT[rows, :width] = np.where(mask, part_BT[: len(rows), :width], whole_BT[rows, :width])

@@ -36,6 +36,7 @@ from common.mismatch.tail_share import MIN_UNITS, Share
 from common.records import json_checks
 from common.schedule.profile_file import quantile_name
 from common.schedule.schedule import DENSE, Schedule, token_bins
+from common.types import Replay, Rollout
 
 ADAPTED = "schedule-adapted.json"
 """File of the adapted schedule in the run directory, renewed with each checkpoint."""
@@ -138,6 +139,12 @@ class Controller:
         if moves := self._moves(before, after):
             values["controller/moves"] = moves
         return values
+
+    def follow(self, rollout: Rollout, replay: Replay) -> dict[str, Any]:
+        """`update` by the replayed rows of a rollout."""
+        return self.update(
+            replay.alpha_BT, rollout.response_mask_BT[replay.rows], rollout.group_B[replay.rows]
+        )
 
     def save(self, path: str | os.PathLike[str], steps: int) -> None:
         """Write the current schedule with its provenance, after `steps` training steps."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +19,12 @@ from common.model import hf_config
 from common.profile import profile_page
 from common.profile.kept_parts import KeptParts, weights_stamp
 from common.profile.profile_rows import Measured, Profile
+from common.protocols import Scorer
 from common.records import stopping
 from common.records.progress import Progress
 from common.records.run_dir import atomic_write_text
 from common.schedule.schedule import DENSE, Schedule, fixed
-from common.setup import engine_package
+from common.setup import build_scorer, engine_package
 from common.tasks import chat
 
 VECTORS = {"mean": 1, "quest": 2, "window": 0, "random": 0, "oracle": 0}
@@ -79,9 +79,9 @@ def measured(
 
     Parts are kept beside `out` until the block ends without an error, i.e. `out` is written.
     """
-    package = importlib.import_module(f"{engine_package(config)}.backend")
+    engine_package(config)  # refuses an engine that is not installed before anything is read
     read = read_text(config, text, max_tokens, sequences)
-    scorer, geometry, where = package.build_scorer(config)
+    scorer, geometry, where = build_scorer(config)
     if read.tokens_WT.max() >= geometry.vocab_size:
         raise UserError(f"--replay={text}: has token {read.tokens_WT.max()}, the model has "
                         f"{geometry.vocab_size}; expected ids of this model")  # fmt: skip
@@ -135,7 +135,7 @@ def _ids(config: Config, path: Path) -> list[int]:
 
 
 def _measure(
-    config: Config, scorer: Any, tokens_WT: np.ndarray, schedules: Mapping[int | str, Schedule],
+    config: Config, scorer: Scorer, tokens_WT: np.ndarray, schedules: Mapping[int | str, Schedule],
     names: Sequence[str], top: int, parts: KeptParts,
 ) -> dict[str, list[Measured]]:  # fmt: skip
     """alpha of every policy and budget; sequences in groups of as many as the devices share."""

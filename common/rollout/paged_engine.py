@@ -1,7 +1,14 @@
-"""The host's half of a rollout engine: slots, pages and samples; a backend runs the programs.
+"""The host's half of a rollout engine: it plans slots and pages, a backend runs the programs.
 
 Each prompt is prefilled once and densely, whatever the group size. Its samples enter free slots as
-other sequences finish. A slot's row owns its pages from admission to its last token.
+other sequences finish, and a sample owns its pages from admission to its last token.
+
+    prompts -> prefill -> prompt pages, last hidden state
+                              |  fork: share full pages, copy the part-filled one
+                              v
+    free slot <- finished   slot: page table, cached tokens, noise key   -> decode a chunk -> tokens
+        ^                     |
+        +---------------------+  a stop id, or the token limit
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,73 +27,27 @@ from common.errors import UserError
 from common.protocols import Progress
 from common.records import stopping
 from common.rollout import noise
+from common.rollout.budgets import plan_budgets
+from common.rollout.device import PREFILL_ROWS, Decoding, Device, Fork
 from common.rollout.page_pool import PagePool, pages_for
-from common.schedule.schedule import NUM_RESERVED, Schedule
+from common.schedule.schedule import Schedule
 from common.types import Prompt, Rollout
-
-PREFILL_ROWS = 8
-BUDGET_BINS = 32
-
-
-class Decoding(NamedTuple):
-    """What a decode program is told: state of the slots (S), budgets, sampling.
-
-    max_selected = 0 decodes densely; otherwise the budget of a row is
-    budgets[min(position // bin_tokens, last)].
-    """
-
-    active_S: np.ndarray
-    cached_S: np.ndarray
-    limit_S: np.ndarray
-    key_S: tuple[np.ndarray, np.ndarray]
-    page_table_SP: np.ndarray
-    budgets: np.ndarray
-    bin_tokens: int
-    max_selected: int
-    temperature: float
-    top_p: float
-
-
-class Drawn(NamedTuple):
-    """What it returns, in numpy: slots still running, tokens in the cache, and what was sampled."""
-
-    active_S: np.ndarray
-    cached_S: np.ndarray
-    tokens_ST: np.ndarray
-    logp_ST: np.ndarray
-    num_drawn_S: np.ndarray
-
-
-class Device(Protocol):
-    """The programs of one generate call, with the cache and hidden states that they work on."""
-
-    def prefill(self, tokens_BT, start_B, num_new_B, page_table_BP) -> None:
-        """Dense pass over the next tokens of PREFILL_ROWS prompts."""
-
-    def fork(self, starts: Sequence[tuple[int, int, int, int]]) -> None:
-        """Start samples: (prompt row, slot, page from, page to) each; pages 0, 0 = no copy."""
-
-    def decode(self, decoding: Decoding) -> Drawn:
-        """Sample up to config.decode_chunk tokens in every active slot."""
-
-    def close(self) -> None:
-        """The call is over; what outlives it may be kept for the next one."""
 
 
 @dataclasses.dataclass
 class _Group:
-    """A prefilled prompt whose samples wait for slots."""
+    """A prefilled prompt with samples that wait for slots."""
 
     index: int
     tokens: np.ndarray
     pages: list[int]
-    hidden_row: int
+    prompt_row: int
     waiting: collections.deque[int]
 
 
 @dataclasses.dataclass
 class _Slot:
-    """A running sample."""
+    """A running or finished sample."""
 
     row: int
     pages: list[int]
@@ -95,9 +56,9 @@ class _Slot:
 
 
 class PagedEngine(abc.ABC):
-    """Paged, slot-refilling sampler of one policy (RolloutEngine of common/protocols.py)."""
+    """RolloutEngine of common/protocols.py with a paged cache and slots that are refilled."""
 
-    def __init__(self, config: RolloutConfig, stop_ids):
+    def __init__(self, config: RolloutConfig, stop_ids: Sequence[int]) -> None:
         self.config = config
         self.stop_ids = () if config.ignore_eos else tuple(int(i) for i in stop_ids)
         context = config.max_prompt_tokens + config.max_response_tokens
@@ -115,10 +76,10 @@ class PagedEngine(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> Device:
-        """The programs of the next call."""
+        """The programs of the next generate call."""
 
-    def load_weights(self, params, version: int) -> None:
-        """Weights for the next rollouts. No page outlives a generate call: none gets stale."""
+    def load_weights(self, params: Any, version: int) -> None:
+        """Weights for the next rollouts. No page outlives a generate call, so none gets stale."""
         self.params, self.version = params, version
 
     def generate(
@@ -136,20 +97,32 @@ class PagedEngine(abc.ABC):
         temperature = self.config.temperature if temperature is None else temperature
         top_p = self.config.top_p if top_p is None else top_p
         self._check(prompts, num_samples, schedule, temperature, top_p)
-        run = _Run(self, prompts, num_samples, schedule, seed)
-        run.temperature, run.top_p = temperature, top_p
-        start = time.perf_counter()
-        while run.unfinished:
-            stopping.check()
-            run.admit()
-            run.decode_chunk()
-            if progress:
-                progress(run.num_done, len(run.rows))
-        run.stats["decode_seconds"] = time.perf_counter() - start
-        run.device.close()
+        device = self.open()
+        try:
+            run = _Run(
+                self, device, prompts, num_samples=num_samples, schedule=schedule, seed=seed,
+                temperature=temperature, top_p=top_p,
+            )  # fmt: skip
+            start = time.perf_counter()
+            while run.unfinished:
+                stopping.check()
+                run.admit()
+                run.decode_chunk()
+                if progress:
+                    progress(run.num_done, len(run.rows))
+            run.stats["decode_seconds"] = time.perf_counter() - start
+        finally:
+            device.close()
         return run.collect()
 
-    def _check(self, prompts, num_samples, schedule, temperature, top_p) -> None:
+    def _check(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        schedule: Schedule | None,
+        temperature: float,
+        top_p: float,
+    ) -> None:
         assert self.params is not None, "generate before load_weights"
         if num_samples < 1 or not prompts:
             raise ValueError(f"{num_samples=}, {len(prompts)=}: expected at least one of each")
@@ -171,40 +144,20 @@ class PagedEngine(abc.ABC):
             )
 
 
-class BudgetPlan(NamedTuple):
-    """What a schedule is to a decode program; see Decoding."""
-
-    budgets: np.ndarray
-    bin_tokens: int
-    max_selected: int
-
-
-def plan_budgets(schedule: Schedule | None, table_width: int) -> BudgetPlan:
-    """Budgets by bin and width of the page list, at most the table's; dense: width 0.
-
-    A width is a program. Whatever budgets a schedule takes up to its `sized_for`, its width is one
-    and the same; with a dense bin it is the table's.
-    """
-    if schedule is None or schedule.is_dense:
-        return BudgetPlan(np.zeros(1, np.int32), 1, 0)
-    budgets = np.minimum(np.array(schedule.budgets, np.int32), table_width)
-    # The last budget holds beyond its bin; a padded table is one shape for all schedules.
-    budgets = np.pad(budgets, (0, -len(budgets) % BUDGET_BINS), mode="edge")
-    wanted = max(int(budgets.max()), schedule.sized_for) + NUM_RESERVED
-    width = min(table_width, -(-wanted // 16) * 16)
-    return BudgetPlan(budgets, schedule.bin_tokens, width)
-
-
 class _Run:
     """State of one generate call."""
 
-    def __init__(self, engine: PagedEngine, prompts, num_samples: int, schedule, seed: int):
-        self.engine, self.prompts, self.config = engine, prompts, engine.config
+    def __init__(
+        self, engine: PagedEngine, device: Device, prompts: Sequence[Prompt], *, num_samples: int,
+        schedule: Schedule | None, seed: int, temperature: float, top_p: float,
+    ) -> None:  # fmt: skip
+        self.engine, self.device, self.config = engine, device, engine.config
+        self.prompts, self.num_samples = prompts, num_samples
+        self.temperature, self.top_p = temperature, top_p
+        self.plan = plan_budgets(schedule, engine.table_width)
         self.rows = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
-        self.num_samples = num_samples
         S, P = self.config.num_slots, engine.table_width
         self.pool = PagePool(engine.num_pages)
-        self.device = engine.open()
         self.prompt_queue = collections.deque(range(len(prompts)))
         self.groups: list[_Group] = []
         self.slots: list[_Slot | None] = [None] * S
@@ -215,8 +168,6 @@ class _Run:
         self.row_keys = noise.row_key(seed, ids, np.array([s for _, s in self.rows], np.uint32))
         self.done: dict[int, _Slot] = {}
         self.stats = {"prefill_tokens": 0.0, "decode_tokens": 0.0, "decode_steps": 0.0}
-        self.plan = plan_budgets(schedule, engine.table_width)
-        self.temperature, self.top_p = 1.0, 1.0
 
     @property
     def unfinished(self) -> bool:
@@ -229,12 +180,12 @@ class _Run:
     def admit(self) -> None:
         """Fill free slots: samples of prefilled prompts first, then prefill further prompts."""
         free = [i for i, slot in enumerate(self.slots) if slot is None]
-        self._flush(self._start_samples(free))
+        self._fork(self._start_samples(free))
         while free and self.prompt_queue and not self.groups and self._prefill(len(free)):
-            self._flush(self._start_samples(free))
+            self._fork(self._start_samples(free))
 
-    def _start_samples(self, free: list[int]) -> list[tuple[int, int, int, int]]:
-        """Give slots and pages to waiting samples; (hidden row, slot, page from, page to) each."""
+    def _start_samples(self, free: list[int]) -> list[Fork]:
+        """Give slots and pages to waiting samples, as far as there are any."""
         starts, C = [], self.config.page_size
         for group in self.groups:
             n = len(group.tokens)
@@ -250,12 +201,12 @@ class _Run:
                 self.table_SP[slot, : len(shared) + own] = shared + pages
                 self.cached_S[slot], self.limit_S[slot] = n, n + self.config.max_response_tokens
                 self.key_S[:, slot] = [k[row] for k in self.row_keys]
-                part = (group.pages[-1], pages[0]) if n % C else (0, 0)
-                starts.append((group.hidden_row, slot, *part))
+                page_from, page_to = (group.pages[-1], pages[0]) if n % C else (0, 0)
+                starts.append(Fork(group.prompt_row, slot, page_from, page_to))
         return starts
 
-    def _flush(self, starts: list[tuple[int, int, int, int]]) -> None:
-        """Run the planned copies, then let go of prompts without waiting samples."""
+    def _fork(self, starts: list[Fork]) -> None:
+        """Start the planned samples, then release the pages of prompts without waiting samples."""
         if starts:
             self.device.fork(starts)
         for group in [g for g in self.groups if not g.waiting]:
@@ -292,30 +243,37 @@ class _Run:
         return len(batch)
 
     def decode_chunk(self) -> None:
-        """Decode on the device for a while, then take what was sampled and free finished slots."""
+        """Decode a chunk on the device, keep the sampled tokens and free finished slots."""
         active = np.array([slot is not None for slot in self.slots])
         assert active.any(), "no runnable row: the page pool is too small"
-        drawn = self.device.decode(
+        result = self.device.decode(
             Decoding(
-                active, self.cached_S, self.limit_S, (self.key_S[0], self.key_S[1]), self.table_SP,
-                *self.plan, self.temperature, self.top_p,
+                active_S=active,
+                cached_S=self.cached_S,
+                limit_S=self.limit_S,
+                key_S=(self.key_S[0], self.key_S[1]),
+                page_table_SP=self.table_SP,
+                **self.plan._asdict(),
+                temperature=self.temperature,
+                top_p=self.top_p,
             )
-        )  # fmt: skip
-        self.cached_S = np.array(drawn.cached_S)
-        self.stats["decode_tokens"] += float(drawn.num_drawn_S.sum())
-        self.stats["decode_steps"] += float(drawn.num_drawn_S.max())
+        )
+        count_S = result.num_sampled_S
+        self.cached_S = np.array(result.cached_S)
+        self.stats["decode_tokens"] += float(count_S.sum())
+        self.stats["decode_steps"] += float(count_S.max())
         for i in np.flatnonzero(active):
             slot = self.slots[i]
             assert slot is not None, "active"
-            slot.tokens.append(drawn.tokens_ST[i, : drawn.num_drawn_S[i]])
-            slot.logps.append(drawn.logp_ST[i, : drawn.num_drawn_S[i]])
-            if not drawn.active_S[i]:
+            slot.tokens.append(result.tokens_ST[i, : count_S[i]])
+            slot.logps.append(result.logp_ST[i, : count_S[i]])
+            if not result.active_S[i]:
                 self.pool.release(slot.pages)
                 self.done[slot.row] = slot
                 self.slots[i] = None
 
     def collect(self) -> Rollout:
-        """Padded arrays in row order."""
+        """The finished samples as padded arrays, in row order."""
         B = len(self.rows)
         prompts = [self.prompts[p] for p, _ in self.rows]
         tokens = [np.concatenate(self.done[r].tokens) for r in range(B)]

@@ -49,11 +49,20 @@ def token_bins(positions: np.ndarray, bin_tokens: int) -> np.ndarray:
     return np.maximum(np.asarray(positions) - 1, 0) // bin_tokens
 
 
+def budget_at(positions: np.ndarray, budgets: np.ndarray, bin_tokens: int) -> np.ndarray:
+    """Budget of the query at each 0-based position; the last budget holds beyond its bin.
+
+        k(t) = budgets[min(t // bin_tokens, len(budgets) - 1)]
+
+    This is the only lookup on the host. `budget_at` in decode.py of sparrow_jax and sparrow_torch
+    is the same lookup in their decode programs; tests/torch/test_budget_lookup.py compares all.
+    """
+    return budgets[np.minimum(positions // bin_tokens, len(budgets) - 1).astype(np.int64)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Budget (number of top-k pages) as a function of the query's position.
-
-        k(t) = budgets[min(t // bin_tokens, len(budgets) - 1)],   t = 0-based query position
+    """Budget (number of top-k pages) as a function of the query's position: see `budget_at`.
 
     page_size, bin_tokens: tokens. budgets: pages, 0 <= k <= DENSE. provenance: JSON-serialisable
     record of where it comes from (model, tau, quantile, statistic, method, profile bins, versions).
@@ -90,15 +99,14 @@ class Schedule:
     def budget(self, position: int) -> int:
         """k of the query at 0-based `position` (>= 0)."""
         position = integer(position, "position", 0, error=ValueError)
-        return self.budgets[min(position // self.bin_tokens, len(self.budgets) - 1)]
+        return int(self.budgets_at(np.int64(position)))
 
     def budgets_at(self, positions: np.ndarray) -> np.ndarray:
         """`budget` for an integer array of positions of any shape; int32 of the same shape."""
         positions = np.asarray(positions)
         if positions.size and (positions.dtype.kind not in "iu" or positions.min() < 0):
             raise ValueError(f"{positions.dtype=}: expected non-negative integer positions")
-        bins = np.minimum(positions // self.bin_tokens, len(self.budgets) - 1)
-        return np.asarray(self.budgets, np.int32)[bins.astype(np.int64)]
+        return budget_at(positions, np.asarray(self.budgets, np.int32), self.bin_tokens)
 
     def share_of_pages(self, lengths: Sequence[int] | np.ndarray) -> float:
         """Pages read over pages cached, summed over queries that see `lengths` tokens (>= 1) each.

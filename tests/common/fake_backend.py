@@ -15,7 +15,7 @@ from common.config import (
 )
 from common.protocols import Backend
 from common.records import metrics
-from common.types import Replay, Rollout, Scored
+from common.types import Replay, Rollout, Scored, UpdateResult
 
 SAMPLES, LENGTH = 4, 5
 
@@ -103,7 +103,7 @@ class Fake:
         self.weights += 1
         clipped = np.zeros(self.length, int)
         clipped[-1] = 1  # one token was clipped, at the last position
-        return {"grpo/loss": 0.0, "clipped_by_position": clipped}
+        return UpdateResult(values={"grpo/loss": 0.0}, clipped_T=clipped)
 
     def save(self, step, extra):
         records = metrics.read_metrics(self.path)

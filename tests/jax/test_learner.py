@@ -183,7 +183,7 @@ def test_a_step_goes_along_the_gradient_over_the_denominator():
     learner = plain(make())
     report = learner.update(
         TrainBatch(minibatches=[[m]], denominators=[50.0], num_tokens=50.0, stats={})
-    )
+    ).values
     want = jax.tree.map(lambda w, g: w - RATE * g / 50, weights(), grads)
     for a, b in zip(leaves(learner), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -202,11 +202,12 @@ def test_report_is_the_mean_over_all_loss_tokens():
     batch = TrainBatch(
         minibatches=[[first], [m]], denominators=[3.0, tokens], num_tokens=3.0 + tokens, stats={}
     )
-    report = learner.update(batch)
+    result = learner.update(batch)
+    report = result.values
     num_clipped = want.num_clipped_low + want.num_clipped_high
     assert report["grpo/loss"] == pytest.approx(want.loss_sum / (tokens + 3), rel=1e-5)
     assert report["grpo/clip_fraction"] == pytest.approx(num_clipped / (tokens + 3))
-    per_position = report["clipped_by_position"]
+    per_position = result.clipped_T
     assert per_position.shape == (T,) and per_position.sum() == num_clipped
     assert not per_position[:2].any()  # no response starts before position 2
 
@@ -260,18 +261,16 @@ def test_no_split_into_micro_batches_changes_the_update(kl_coef):
     for tokens in (1, 2 * T, B * T):
         batch = pack(data, num_minibatches=2, tokens=tokens, reference=reference)
         learner = plain(make(kl_coef))
-        report = learner.update(batch)
-        runs.append((leaves(learner), dict(report)))
+        result = learner.update(batch)
+        runs.append((leaves(learner), result))
         counts.append(batch.stats["batch/num_microbatches"])
     assert len(set(counts)) == 3
-    for got, report in runs[1:]:
+    for got, result in runs[1:]:
         for a, b in zip(runs[0][0], got, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
-        np.testing.assert_array_equal(
-            report.pop("clipped_by_position"), runs[0][1]["clipped_by_position"]
-        )
-        for name, value in report.items():
-            assert value == pytest.approx(runs[0][1][name], rel=1e-4, abs=1e-6), name
+        np.testing.assert_array_equal(result.clipped_T, runs[0][1].clipped_T)
+        for name, value in result.values.items():
+            assert value == pytest.approx(runs[0][1].values[name], rel=1e-4, abs=1e-6), name
     moved = [np.abs(a - b).max() for a, b in zip(leaves(make()), runs[0][0], strict=True)]
     assert max(moved) > 1e-3
 
@@ -280,10 +279,11 @@ def test_ratio_is_exactly_one_in_the_first_minibatch_and_not_in_the_second():
     data = example()
     wrong = dataclasses.replace(data[1], logp_dense_BT=data[1].logp_dense_BT - 1.0)
 
-    def run(scored, num_minibatches):
+    def run(scored, num_minibatches, fresh=True):
         learner = make(learning_rate=0.05)
         batch = pack((data[0], scored, *data[2:]), num_minibatches=num_minibatches)
-        return learner.update(batch), leaves(learner)
+        batch = dataclasses.replace(batch, fresh=fresh)
+        return learner.update(batch).values, leaves(learner)
 
     # one minibatch: a wrong logp_old changes nothing, and nothing is clipped
     (right_report, right), (wrong_report, other) = run(data[1], 1), run(wrong, 1)
@@ -292,6 +292,10 @@ def test_ratio_is_exactly_one_in_the_first_minibatch_and_not_in_the_second():
     assert right_report["grpo/clip_fraction"] == wrong_report["grpo/clip_fraction"] == 0
     assert right_report["grpo/ratio_first_minibatch"] == pytest.approx(1, abs=1e-5)
     assert wrong_report["grpo/ratio_first_minibatch"] == pytest.approx(np.e, rel=1e-4)  # exp(1)
+    # a batch that is not fresh was scored by other weights: its logp_old counts at once
+    report, stale = run(wrong, 1, fresh=False)
+    assert report["grpo/clip_fraction"] > 0 and report["grpo/ratio_first_minibatch"] == 1
+    assert any((a != b).any() for a, b in zip(right, stale, strict=True))
     # two minibatches: in the second one the weights have moved, and logp_old counts
     (right_report, right), (wrong_report, other) = run(data[1], 2), run(wrong, 2)
     assert right_report["grpo/num_updates"] == 2
@@ -309,7 +313,7 @@ def test_the_first_step_is_on_policy_even_if_the_first_minibatch_has_no_signal()
     runs = []
     for b in (batch, shifted):
         learner = make()
-        report = learner.update(b)
+        report = learner.update(b).values
         assert report["grpo/num_updates"] == 1 and report["grpo/clip_fraction"] == 0
         runs.append(leaves(learner))
     for a, b in zip(*runs, strict=True):
@@ -323,7 +327,8 @@ def test_without_a_signal_there_is_no_optimizer_step(kind):
         advantages = dataclasses.replace(advantages, use_B=np.zeros(B, bool))
     learner = make(weight_decay=0.1)  # would shrink the weights in any step that is made
     before, state = leaves(learner), [np.array(x) for x in jax.tree.leaves(learner._opt_state)]
-    report = learner.update(pack((rollout, scored, advantages, weight), num_minibatches=2))
+    batch = pack((rollout, scored, advantages, weight), num_minibatches=2)
+    report = learner.update(batch).values
     assert report["grpo/num_updates"] == report["grpo/grad_norm"] == report["grpo/loss"] == 0
     for a, b in zip(before, leaves(learner), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -335,7 +340,7 @@ def test_learning_rate_zero_leaves_the_weights_flat():
     learner, data = make(learning_rate=0.0), example()
     before = leaves(learner)
     for _ in range(5):
-        report = learner.update(pack(data, num_minibatches=2))
+        report = learner.update(pack(data, num_minibatches=2)).values
         assert report["grpo/num_updates"] == 2 and report["grpo/grad_norm"] > 0
         assert report["grpo/ratio_first_minibatch"] == pytest.approx(1, abs=1e-5)
         assert report["grpo/clip_fraction"] == 0

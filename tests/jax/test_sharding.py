@@ -49,8 +49,8 @@ for mesh in ((1, 1, 1), (2, 2, 2)):
     learner = JaxLearner(graph, params, config, jnp.dtype("float32"))
     sgd = optax.sgd(0.1)  # Adam would magnify rounding where gradients are tiny
     learner.optimizer, learner._opt_state = sgd, learner._init_state(sgd)
-    report = dict(learner.update(batch))
-    clipped = report.pop("clipped_by_position")
+    result = learner.update(batch)
+    report, clipped = result.values, result.clipped_T
     for name, x in export_weights(learner.params).items():  # whole, wherever the parts lie
         exported.setdefault(name, []).append(x)
     state = learner.state_dict()["params"]

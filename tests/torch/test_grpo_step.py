@@ -301,7 +301,7 @@ def test_one_optimizer_step():
     """
     c = settings(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.5)
     in_flax = in_jax.JaxLearner(learner(QWEN).graph, learner(QWEN).params, c, jnp.float32)
-    record, rate = in_flax.update(pack("jax", c)), 3e-3 / c.learner.warmup_steps
+    record, rate = in_flax.update(pack("jax", c)).values, 3e-3 / c.learner.warmup_steps
     model, batch = Decoder(QWEN), pack("torch", c)
     model.load(export_weights(learner(QWEN).params))
     start = {name: x.detach().numpy().copy() for name, x in model.named_parameters()}

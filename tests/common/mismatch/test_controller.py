@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.mismatch import controller as module
 from common.mismatch.controller import Controller, check_controller, open_controller
 from common.mismatch.tail_share import Share, student
-from common.rollout.paged_engine import plan_budgets
+from common.rollout.budgets import plan_budgets
 from common.schedule import schedule as schedules
 from common.schedule.schedule import DENSE
 from tests.common.simulated_alpha import (

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from common.mismatch import acceptance
-from common.mismatch.rollout_stats import add_clip_fraction, describe_mismatch, replayed_rows
+from common.mismatch.measure import judge, measure, replay_some, replayed_rows
+from common.mismatch.rollout_stats import describe_bins, describe_mismatch
 from common.schedule.schedule import Schedule
 from common.types import Prompt, Replay
 from tests.common.fake_backend import Fake, make_config
@@ -42,7 +43,7 @@ def test_replayed_rows_by_hand():
     ]
 
 
-def step(alpha_of, seen=None, turn=0, every=1, **mismatch_settings):
+def step(alpha_of, seen=None, turn=0, every=1, clipped_T=(), **mismatch_settings):
     """(values, bins, alarms) of one rollout of 8 prompts x 1, alpha by `alpha_of(shape)`."""
     config = make_config(rollout={"prompts_per_step": 8, "schedule": "k=1"})
     watched = {"num_rows": 8, "bin_tokens": 16, "every": every, **mismatch_settings}
@@ -67,7 +68,11 @@ def step(alpha_of, seen=None, turn=0, every=1, **mismatch_settings):
         "weight_BT": np.ones(rollout.tokens_BT.shape),
     })  # fmt: skip
     scored = fake.logprobs(rollout)
-    return (rollout, *describe_mismatch(rollout, scored, correction, fake, schedule, config, turn))
+    c = config.mismatch
+    replay = replay_some(rollout, fake, schedule, c, turn)
+    mismatch = measure(rollout, scored, correction, replay, dense=False, c=c)
+    bins = describe_bins(mismatch, rollout, np.array(clipped_T), schedule, c.bin_tokens)
+    return describe_mismatch(mismatch), bins, judge(mismatch, config)
 
 
 def test_two_low_tokens_are_no_alarm_and_stays_in_the_record():
@@ -78,12 +83,12 @@ def test_two_low_tokens_are_no_alarm_and_stays_in_the_record():
         alpha[:2, 13] = 0.1
         return alpha
 
-    _, values, bins, alarms = step(two)
+    values, bins, alarms = step(two)
     assert values["mismatch/p5_min"] == 0.1 and bins[0]["p5"] == 0.1 and not alarms
 
 
 def test_a_true_failure_is_an_alarm_at_once():
-    _, values, bins, alarms = step(lambda shape: np.full(shape, 0.5))
+    _, _, alarms = step(lambda shape: np.full(shape, 0.5))
     assert alarms == ["p5 of alpha under tau=0.86 at positions 0-16"]
 
 
@@ -96,13 +101,20 @@ def test_turns_are_counted_in_replays_not_in_steps():
 
 
 def test_the_clipped_token_belongs_to_the_bin_of_its_query():
-    rollout, _, bins, _ = step(np.ones)
+    clipped_T = np.zeros(17, int)
+    clipped_T[16] = 8
+    _, bins, _ = step(np.ones, clipped_T=clipped_T)
     # tokens 12 ... 16 of 8 rows; the query at 15 made token 16: one bin of 40 tokens
     assert [entry["bin"] for entry in bins] == [0]
-    clipped = np.zeros(17, int)
-    clipped[16] = 8
-    add_clip_fraction(bins, clipped, rollout, 16)
     assert bins[0]["clip_fraction"] == 8 / 40
+
+
+def test_a_step_without_a_replay_has_ratio_statistics_only():
+    """mismatch.every=2: step 1 replays nothing, and its record has no statistics of alpha."""
+    seen = []
+    values, bins, alarms = step(np.ones, seen, turn=1, every=2)
+    assert not seen and not alarms and "mismatch/p5_min" not in values
+    assert "p5" not in bins[0] and bins[0]["k1"] == values["mismatch/k1"] == 0
 
 
 def alarms_in(q, share_under, repetitions, tokens):
