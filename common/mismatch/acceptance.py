@@ -2,14 +2,13 @@
 
 alpha_t = sum_v min(p_dense(v), p_sparse(v)), the acceptance rate of speculative decoding, is exact
 here (from a replay). The statistic of a bin is a lower percentile of its tokens: most tokens have
-alpha > 0.999 whatever the budget, so the mean hides what the tail shows (arXiv 2606.08446, sections
-on the mismatch statistic and on the schedule). Tokens of one sequence depend on each other, and so
-do the samples of one prompt: prompts are the units of the intervals
-(common/mismatch/tail_interval.py).
+alpha > 0.999 whatever the budget, so the mean hides the tail (arXiv 2606.08446, sections on the
+mismatch statistic and on the schedule). Tokens of one sequence depend on each other, and so do the
+samples of one prompt: prompts are the units of the intervals (common/mismatch/tail_interval.py).
 
-Length bin of a token: that of the query that made it, (t - 1) // bin_tokens (schedule.token_bins).
-Quantile q of n values: the smallest value that at least a share q of them does not exceed,
-i.e. sorted[ceil(q n) - 1]: always a value that occurred.
+Length bin of token t: the bin of the query that produced it, (t - 1) // bin_tokens
+(token_bins of common/schedule/schedule.py). Quantile q of n values: sorted[ceil(q n) - 1], the
+smallest value that at least a share q of the values does not exceed; it is always one of them.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ _QUANTILES = {0.01: "p1", 0.05: "p5", 0.5: "p50"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BinStats:
-    """alpha of the tokens made by the queries at start <= t < end; *_low, *_high: 95 % intervals.
+    """alpha of the tokens produced by the queries at start <= t < end.
 
-    num_units: independent units among the tokens, i.e. prompts (or blocks of a text). With fewer
-    than three nothing is known about the spread between them, and the interval is [0, 1]. enough:
-    False if the bin has fewer than min_tokens tokens; it is then reported but not judged.
+    *_low, *_high: ends of 95 % intervals. num_units: independent units among the tokens, i.e.
+    prompts (or blocks of a text). With fewer than three units nothing is known about the spread
+    between them, and the interval is [0, 1]. enough: False if the bin has fewer than min_tokens
+    tokens; it is then reported but not judged.
     """
 
     bin: int
@@ -63,12 +63,12 @@ def statistics(
 ) -> list[BinStats]:
     """One BinStats per length bin that has tokens, in rising order.
 
-    group_B: the prompt of each row; rows of one prompt are one unit. block_tokens: blocks of so
-    many consecutive positions of a row are the units instead: for few, long texts, whose far parts
-    are nearly independent.
+    group_B: the prompt of each row; rows of one prompt are one unit. block_tokens: if given, the
+    units are blocks of this number of consecutive positions of a row instead; for few, long texts,
+    in which distant parts are nearly independent.
 
-    Exactly invariant to the order of rows, intervals included. Raises ValueError for alpha
-    outside [0, 1] by more than 1e-6 (or NaN) in the mask.
+    The result does not depend on the order of rows. Raises ValueError for alpha outside [0, 1] by
+    more than 1e-6 (or NaN) in the mask.
     """
     mask, group_B = np.asarray(mask_BT, bool), np.asarray(group_B)
     if block_tokens is not None and block_tokens < 1:
@@ -85,19 +85,19 @@ def statistics(
         else:
             units = _by_block(alpha, in_bin, block_tokens)
         units = [np.sort(values) for values in units]
-        units.sort(key=lambda values: values.tobytes())  # sums must not see the order of rows
+        units.sort(key=lambda values: values.tobytes())  # sums must not depend on the row order
         result.append(_bin_stats(int(b), bin_tokens, units, min_tokens))
     return result
 
 
 def _by_group(alpha: np.ndarray, in_bin: np.ndarray, group_B: np.ndarray) -> list[np.ndarray]:
-    """The bin's values, prompt by prompt."""
+    """Values of a bin, one array per prompt."""
     parts = [(group_B == g)[:, None] & in_bin for g in np.unique(group_B)]
     return [alpha[part] for part in parts if part.any()]
 
 
 def _by_block(alpha: np.ndarray, in_bin: np.ndarray, block: int) -> list[np.ndarray]:
-    """The bin's values, row by row and block by block: of the queries, as the bins are."""
+    """Values of a bin, one array per row and block; blocks, like bins, are those of the queries."""
     parts: list[np.ndarray] = []
     for i in np.flatnonzero(in_bin.any(axis=1)):
         at = np.flatnonzero(in_bin[i])
@@ -155,12 +155,12 @@ def tail(stats: Sequence[BinStats], quantile: float) -> dict[int, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """meets: statistic >= tau in every judged bin; None if no bin has enough tokens.
+    """Whether every length bin has its statistic at or above tau.
 
-    worst_bin and worst: the judged bin with the lowest statistic (None, None without any).
-    failing: bins below tau, as measured. certain: those of them that are below it beyond doubt: the
-    whole 95 % interval is, as the controller asks before it moves. unjudged: bins with too few
-    tokens.
+    meets: the answer; None if no bin has enough tokens to be judged. worst_bin, worst: number and
+    statistic of the lowest judged bin, None without one. failing: judged bins with a statistic
+    below tau. certain: those of them with the whole 95 % interval below tau. unjudged: bins with
+    too few tokens.
     """
 
     meets: bool | None

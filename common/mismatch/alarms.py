@@ -1,10 +1,9 @@
-"""Alarms about the course of a run, from the records of the steps before.
+"""Alarms about the course of a run: collapsing lengths, drifting KL, steps that learn nothing.
 
-Collapse, drift, and steps that change nothing.
-
-They hold with or without the controller. (That p5 is under tau is one step's matter:
-common/mismatch/rollout_stats.py.) A too sparse rollout shows itself by responses that shrink, and
-by a sparse policy that moves away from the dense one (arXiv 2606.08446, section on the mismatch).
+They are the same with and without the controller, and compare a step with the steps before it.
+Alarms about a single step, such as p5 below tau, are in common/mismatch/measure.py. A rollout that
+is too sparse shows in responses that shrink and in a sparse policy that moves away from the dense
+one (arXiv 2606.08446, section on the mismatch).
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ import numpy as np
 
 LENGTH, K3, GRADIENT = "response/len_mean", "mismatch/k3", "grpo/grad_norm"
 RECENT_STEPS = 40
-"""Steps whose median length is what a response is measured against."""
+"""The mean length of a step is compared with its median over this number of steps before."""
 EARLY_STEPS = 10
-"""First steps of the run: their median k3 is the start; no alarm before them."""
+"""Number of first steps: the median of their k3 is the start value, and none of them alarms."""
 K3_FACTOR, K3_STEPS = 3.0, 5
-"""k3 above its start times the factor in so many steps in a row is an alarm."""
+"""k3 above K3_FACTOR times its start value, in K3_STEPS steps in a row, is an alarm."""
 K3_FLOOR = 1e-4
-"""Nats per token: below it, k3 is rounding, not drift."""
+"""Smallest start value of k3 in nats per token; below it, k3 is rounding error, not drift."""
 IDLE_STEPS = 5
-"""So many steps in a row with a gradient of exactly 0, or without an update, are an alarm."""
+"""This number of steps in a row with a gradient of exactly 0, or without an update, alarms."""
 
 
 class Watch:
-    """The run so far. `records`: those before the next step (a resumed run reads its own)."""
+    """Keeps the values of the run so far that the alarms compare."""
 
-    def __init__(self, records: Iterable[Mapping[str, Any]]):
+    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """records: those of the steps so far; a resumed run passes what it has on disk."""
         self._lengths: list[float] = []
         self._k3: list[float] = []
         self._idle = 0
@@ -39,11 +39,11 @@ class Watch:
             self._add(record)
 
     def alarms(self, values: Mapping[str, Any]) -> list[str]:
-        """Take in the next step; what is wrong with it, in words.
+        """Add the next step and return its alarms, one line each.
 
-        Length collapse: mean length under half of the median of the RECENT_STEPS before.
-        k3 rising: k3 over K3_FACTOR times the median of the run's first steps, K3_STEPS in a row.
-        nothing learnt: gradient norm 0 (as in a step without an update), IDLE_STEPS in a row.
+        Length collapse: mean length below half of the median of the RECENT_STEPS steps before.
+        k3 rising: k3 above K3_FACTOR times its start value, in K3_STEPS steps in a row.
+        nothing learnt: gradient norm 0 (as in a step without an update), in IDLE_STEPS in a row.
         """
         recent = self._lengths[-RECENT_STEPS:]
         self._add(values)
@@ -69,7 +69,7 @@ class Watch:
         return found
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        """A value that a record lacks (not finite) counts as 0 in k3, and as the last length."""
+        """Append a step; a missing or not finite k3 counts as 0, a length as the one before."""
         last = self._lengths[-1] if self._lengths else 0.0
         for series, name, instead in ((self._lengths, LENGTH, last), (self._k3, K3, 0.0)):
             value = values.get(name)
@@ -78,5 +78,5 @@ class Watch:
         self._idle = self._idle + 1 if values.get(GRADIENT) == 0 else 0
 
     def _steps_over(self, limit: float) -> int:
-        """Length of the run of values over the limit that ends with the newest."""
+        """Number of newest k3 values in a row above `limit`."""
         return sum(1 for _ in itertools.takewhile(lambda v: v > limit, reversed(self._k3)))

@@ -1,23 +1,26 @@
-"""Hold the tail during training: a budget per length bin follows the measured acceptance rate.
+"""Adapt the budget of each length bin during training, so that the tail of alpha stays above tau.
 
-The ladder: config.mismatch.budgets, the budgets of the starting schedule, and dense on top. After
-each exact replay, for every bin that had tokens (q = quantile, tau, margin: config.mismatch):
+Budgets move on a ladder: config.mismatch.budgets, the budgets of the starting schedule, and dense
+at the top. After each exact replay the controller judges every bin that had tokens (quantile q, tau
+and margin are settings of config.mismatch):
 
-* Its q-quantile of alpha is under tau by more than the uncertainty, in this step alone or in the
-  estimate: one rung up at once, dense after the largest budget. The rung that failed is not tried
-  again for a wait that doubles with each of its failures (the hysteresis, with the margin).
-* The estimate is above tau + margin by more than its uncertainty in `patience` steps in a row: one
-  rung down. A dense bin comes back in this way, too: dense agrees with dense, so the largest budget
-  is tried whenever its wait is over.
-* A bin whose budget changes starts its estimate anew: values at another k say nothing.
-* A dense bin can fail as well: the keys that it reads were written by sparse bins. Then the last
-  bin before it that is not dense goes up. If nothing helps, all is dense, and alpha is 1.
-* If the starting schedule never falls with length, no adapted one does: later bins go up with an
-  earlier one (those without tokens have no other way to learn of it), and come down after it. Bins
-  that never had tokens (of the shortest prompts) hold no later one up: they come down with it.
+* If the q-quantile of alpha is below tau by more than the uncertainty, in this step alone or in the
+  estimate over steps, the budget goes up one rung at once; above the largest budget is dense. The
+  rung that failed is not tried again for a number of steps that doubles with each of its failures.
+  This wait, together with the margin, is the hysteresis.
+* If the estimate is above tau + margin by more than its uncertainty in `patience` steps in a row,
+  the budget goes down one rung. A dense bin comes back in the same way: dense agrees with dense, so
+  the largest budget is tried as soon as its wait is over.
+* When the budget of a bin changes, its estimate starts anew: values at another k say nothing.
+* A dense bin can fail too, since sparse bins wrote the keys that it reads. Then the last bin before
+  it that is not dense goes up. If nothing helps, every bin becomes dense, and alpha is 1.
+* If the budgets of the starting schedule never fall with length, those of an adapted schedule never
+  do either. Later bins go up with an earlier one, since a bin without tokens has no other way to
+  learn of it, and come down after it. A bin that never had tokens (below the shortest prompt) does
+  not hold later bins up: it comes down with them.
 
 Estimates and their uncertainty: common/mismatch/tail_share.py. Source of tau and the bins: arXiv
-2606.08446, section 4; the controller itself is ours.
+2606.08446, section 4. The controller itself is not from the paper.
 """
 
 from __future__ import annotations
@@ -39,20 +42,21 @@ from common.schedule.schedule import DENSE, Schedule, token_bins
 from common.types import Replay, Rollout
 
 ADAPTED = "schedule-adapted.json"
-"""File of the adapted schedule in the run directory, renewed with each checkpoint."""
+"""Name of the adapted schedule in the run directory; it is rewritten with each checkpoint."""
 STEP_Z, POOL_Z = 3.0, 2.0
-"""Standard errors beyond which a single step, and an estimate over several, count as certain."""
+"""Standard errors from which one step alone, and an estimate over several steps, are certain."""
 FIRST_WAIT, MAX_WAIT = 4, 64
-"""Steps, in units of patience, before a failed rung is tried again: the first wait, the longest."""
+"""First and longest wait before a failed rung is tried again, as multiples of `patience` steps."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Bin:
-    """State of one length bin. Ages are counted in replayed steps in which the bin had tokens.
+    """State of one length bin.
 
-    rung: index in the ladder. low, high: shares under tau and under tau + margin, at this rung.
-    calm: steps in a row with the tail above tau + margin. fails, retry: by rung, how often it
-    failed, and the age from which it may be tried again.
+    rung: index of its budget in the ladder. age: replayed steps in which the bin had tokens.
+    calm: steps in a row with the tail above tau + margin. low, high: shares of tokens with alpha
+    below tau and below tau + margin, at this rung. fails, retry: for each rung, how often it failed
+    and the age from which it may be tried again.
     """
 
     rung: int
@@ -64,15 +68,17 @@ class Bin:
     high: Share = Share()
 
     def restart(self) -> None:
-        """Forget what was measured at another budget."""
+        """Forget the estimates, which were measured at another budget."""
         self.calm, self.low, self.high = 0, Share(), Share()
 
 
 class Controller:
-    """The adapted schedule of a run. A function of what it was shown: no clock, no randomness."""
+    """The adapted schedule of a run: a pure function of the replays so far, without randomness."""
 
-    def __init__(self, config: Config, start: Schedule, state: Mapping[str, Any] | None = None):
-        """start: schedule of the run's first step; state: a `state_dict` to go on from."""
+    def __init__(
+        self, config: Config, start: Schedule, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """start: schedule of the run's first step. state: a `state_dict` to resume from."""
         self._config, self._start = config.mismatch, start
         width, r = config.mismatch.bin_tokens, config.rollout
         known = len(start.budgets) * start.bin_tokens
@@ -96,7 +102,7 @@ class Controller:
             self.bins = [_kept_bin(b, len(self.ladder)) for b in kept]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides about later changes, as plain JSON types."""
+        """Everything that later changes depend on, as plain JSON types."""
         return {"ladder": self.ladder, "bins": [dataclasses.asdict(b) for b in self.bins]}
 
     @property
@@ -113,7 +119,7 @@ class Controller:
     def update(
         self, alpha_BT: np.ndarray, mask_BT: np.ndarray, group_B: np.ndarray
     ) -> dict[str, Any]:
-        """Judge each bin by alpha of the replayed rows, change budgets; controller/* values.
+        """Change budgets by alpha of the replayed rows; returns controller/* values for the record.
 
         alpha_BT: exact acceptance rate of the tokens in mask_BT, under the current schedule.
         group_B: prompt of each row. Samples of one prompt count as one independent observation.
@@ -147,7 +153,7 @@ class Controller:
         )
 
     def save(self, path: str | os.PathLike[str], steps: int) -> None:
-        """Write the current schedule with its provenance, after `steps` training steps."""
+        """Write the schedule after `steps` training steps to a file, with its provenance."""
         c, schedule = self._config, self.schedule
         provenance = {
             "tau": c.tau,
@@ -164,7 +170,11 @@ class Controller:
     def _observe(
         self, alpha: np.ndarray, mask: np.ndarray, group_B: np.ndarray
     ) -> tuple[dict[int, float], list[int]]:
-        """Add a step to the estimates; bins under tau (share), bins calm for `patience` steps."""
+        """Add a step to the estimates and judge the bins.
+
+        Returns the bins that are certainly below tau, with their share of tokens below it, and the
+        bins that were calm for `patience` steps.
+        """
         c = self._config
         falling: dict[int, float] = {}
         calm: list[int] = []
@@ -177,7 +187,8 @@ class Controller:
             if not n_G.any():
                 continue
             state.age += 1
-            # A bin that few responses reach remembers more steps, until min_tokens are together.
+            # Where few responses reach a bin, older steps keep their weight until the estimate has
+            # min_tokens tokens.
             enough = (c.min_tokens + 1 - n_G.sum()) / state.low.wn if state.low.wn else 1.0
             decay = float(np.clip(enough, 1 - 1 / c.controller_window, 1.0))
             state.low = state.low.add(n_G, low_G, decay)
@@ -194,19 +205,19 @@ class Controller:
         return falling, calm
 
     def _under(self, share: Share, z: float) -> bool:
-        """True if more than a share q of the tokens is under tau, uncertainty included."""
+        """True if certainly more than a share q of the tokens is below tau."""
         q = self._config.quantile
         return share.wn >= self._config.min_tokens and share.interval(q, z)[0] > q
 
     def _fail(self, b: int) -> None:
-        """Bar the rung of a bin for a while, longer each time."""
+        """Forbid the rung of a bin for a number of steps that doubles with each failure."""
         state = self.bins[b]
         wait = min(FIRST_WAIT * 2 ** state.fails[state.rung], MAX_WAIT)
         state.fails[state.rung] += 1
         state.retry[state.rung] = state.age + wait * self._config.controller_patience
 
     def _raise(self, b: int, share: float) -> None:
-        """One rung up for a falling bin, or for the last one before it that is not dense."""
+        """Move bin `b` up one rung, or, if it is dense, the last bin before it that is not."""
         c, top = self._config, len(self.ladder) - 1
         reason = f"{share:.1%} of its tokens under tau={c.tau:g}"
         if b in self._reasons:
@@ -229,7 +240,7 @@ class Controller:
                 self._reasons[later] = "no less than the bin before it"
 
     def _lower(self, b: int) -> None:
-        """One rung down for a calm bin, unless that rung must wait or the bin before it forbids."""
+        """Move a calm bin down one rung, unless that rung must wait or an earlier bin is higher."""
         c, state = self._config, self.bins[b]
         before = range(b) if self._monotone else ()
         floor = max((self.bins[a].rung for a in before if self.bins[a].age), default=0)
@@ -246,7 +257,7 @@ class Controller:
                 self._reasons[a] = "never had tokens: no more than the bins after it"
 
     def _moves(self, before: Sequence[int], after: Sequence[int]) -> list[str]:
-        """Changes in words: positions, old and new k, reason; neighbours with the same in one."""
+        """Changes in words: positions, old and new k, reason. Equal neighbours share one line."""
         key = lambda b: (self._reasons.get(b), before[b], after[b])  # noqa: E731
         width = self._config.bin_tokens
         moves: list[str] = []
@@ -290,9 +301,10 @@ def _kept_share(data: Any, what: str) -> Share:
 def open_controller(
     config: Config, start: Schedule | None, extra: Mapping[str, Any] | None
 ) -> Controller | None:
-    """The controller of a run whose newest checkpoint keeps `extra` (None = none yet), if it is on.
+    """The controller that config.mismatch.controller asks for, else None.
 
-    UserError if that checkpoint is of a run without a controller, or with another one.
+    extra: what the newest checkpoint of the run holds, None without a checkpoint. Raises UserError
+    if that checkpoint was written without a controller, or with one of other budgets.
     """
     if not config.mismatch.controller:
         return None
@@ -306,7 +318,7 @@ def open_controller(
 
 
 def check_controller(config: Config, start: Schedule | None) -> None:
-    """UserError, one line, if the controller is on and cannot work with these settings."""
+    """Raise UserError if the controller is on and cannot work with these settings."""
     c, name = config.mismatch, config.rollout.schedule
     if not c.controller:
         return

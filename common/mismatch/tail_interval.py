@@ -1,8 +1,8 @@
-"""95 % interval of a lower percentile whose values come in few, unequal, dependent units.
+"""95 % interval of a lower percentile of values that come in few, unequal, dependent units.
 
-A percentile's interval is that of a share, turned around (Woodruff, 1952): theta is too high for
-p_q if certainly more than a share q of the values is under it. The share is taken on the logit
-scale, since it is small and skewed, and its variance comes from leaving out one unit at a time:
+The interval of a percentile is the inverted interval of a share (Woodruff, 1952): theta is too high
+for p_q if certainly more than a share q of the values is below it. The share is small and skewed,
+so it is taken on the logit scale; its variance comes from leaving out one unit at a time:
 
     d_i  = logit(share without unit i) - their mean,       i = 1 ... m
     v_0  = 1 / (N p (1 - p))                               N independent values, p the share
@@ -10,18 +10,20 @@ scale, since it is small and skewed, and its variance comes from leaving out one
     df   = max(2, 1 / (1 / (m - 1) + v - v_0))
     from logit(p) - t(m - 1) sqrt(v) to logit(p) + t(df) sqrt(v)
 
-Where few units hold the tail, a sample that lacks them has too low a share and too low a v, and
-shows none of the kurtosis that Satterthwaite's degrees of freedom would need; so df comes from v
-itself. v is about s^2 / (m mean^2) of the counts under theta, and df is 2 / (its relative variance)
-if these are of a gamma distribution: by the delta method 2 / (m - 1) + 2 s^2 / (m mean^2), of which
-the part v_0 is known. A sample with too high a share has too high a v: t(m - 1) is enough there.
+Why df comes from v: where few units hold the tail, a sample that lacks them has too low a share and
+too low a v, and it does not show the kurtosis that Satterthwaite's degrees of freedom would need.
+v is about s^2 / (m mean^2) of the counts below theta. For counts of a gamma distribution, the delta
+method gives it the relative variance 2 / (m - 1) + 2 s^2 / (m mean^2), of which the part v_0 is
+known; df is 2 over this relative variance. A sample with too high a share has too high a v, so
+t(m - 1) is enough on the lower side.
 
-A bootstrap over 16 prompts x 4 rows covers 0.60 to 0.81 of 0.95 where samples of a prompt depend on
-each other; this covers 0.94 to 0.95 for p5 from 8 prompts on, if up to half of the variance of the
-tokens is common to a response and up to 0.9 of that to a prompt. Its limit is a tail that few
-prompts hold: p1 of 8 prompts, in that last case, has 0.87 (a tenth of the prompts then hold 0.77 of
-the low tokens), nearly all of the rest with too high a p1. No interval knows of units that the
-sample lacks (tests/common/test_tail_interval.py).
+Measured coverage (tests/common/mismatch/test_tail_interval.py), where 0.95 is nominal: a bootstrap
+over 16 prompts x 4 rows has 0.60 to 0.81 if the samples of a prompt depend on each other. This
+interval has 0.94 to 0.95 for p5 from 8 prompts on, if up to half of the variance of the tokens is
+common to a response and up to 0.9 of that half to a prompt. Its limit is a tail that few prompts
+hold: in that last case p1 of 8 prompts has 0.87 (a tenth of the prompts then hold 0.77 of the low
+tokens), and nearly all misses have too high a p1. No interval can know of units that the sample
+lacks.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ Z = 1.96
 
 
 def quantile_interval(units: Sequence[np.ndarray], q: float) -> tuple[float, float]:
-    """95 % interval of the q-quantile of values in [0, 1]; units: the rising values of each.
+    """95 % interval of the q-quantile of values in [0, 1]; [0, 1] for fewer than three units.
 
-    [0, 1] for fewer than three units. The ends are values that occurred, 0 or 1.
+    units: the values of each unit in rising order. The ends of the interval are values that occur
+    in the units, or 0 or 1.
     """
     if len(units) < MIN_UNITS:
         return 0.0, 1.0
@@ -67,7 +70,7 @@ def quantile_interval(units: Sequence[np.ndarray], q: float) -> tuple[float, flo
 
 
 def share_interval(size_G: np.ndarray, under_G: np.ndarray) -> tuple[float, float]:
-    """95 % interval of a share: under_G of the size_G values of each unit (three or more)."""
+    """95 % interval of a share; under_G of the size_G values of each of three or more units."""
     size, under, m = size_G.sum(), under_G.sum(), len(size_G)
     share = (under + 0.5) / (size + 1)
     d = _logit(size - size_G, under - under_G)
@@ -79,17 +82,20 @@ def share_interval(size_G: np.ndarray, under_G: np.ndarray) -> tuple[float, floa
 
 
 def _logit(size: np.ndarray, under: np.ndarray) -> np.ndarray:
-    """log(under / (size - under)), half a value more on both sides: 0 of n is finite."""
+    """log(under / (size - under)) with half a value added to both, so that 0 of n is finite."""
     return np.log((under + 0.5) / (size - under + 0.5))
 
 
 def _share(logit: float) -> float:
-    """The logit undone."""
+    """The share with this logit."""
     return 1 / (1 + math.exp(min(-logit, 700.0)))
 
 
 def _first(n: int, holds: Callable[[int], bool]) -> int:
-    """Smallest i < n that holds, if all after it do too; n if none does."""
+    """Smallest i < n for which `holds` is true, by bisection; n if there is none.
+
+    If `holds` is true for an i, it must be true for all larger ones.
+    """
     low, high = 0, n
     while low < high:
         middle = (low + high) // 2

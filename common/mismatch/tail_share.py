@@ -1,9 +1,9 @@
-"""How much of a bin's tail lies under a threshold, as six running sums, with its uncertainty.
+"""Share of a bin's tokens with alpha below a threshold, with its uncertainty, as six running sums.
 
-A test of a quantile needs no stored values: p_q < tau is the same as "more than a share q of the
-tokens has alpha < tau". So the interval of a quantile is that of a share, turned around (Woodruff,
-1952, "Confidence intervals for medians and other position measures"). Tokens of one sequence depend
-on each other, and so do the samples of one prompt: prompts are the independent units.
+Testing a quantile needs no stored values: p_q < tau means that more than a share q of the tokens
+has alpha < tau. So the interval of a quantile is the inverted interval of a share (Woodruff, 1952,
+"Confidence intervals for medians and other position measures"). Tokens of one sequence depend on
+each other, and so do the samples of one prompt: prompts are the independent units.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import math
 import numpy as np
 
 MIN_UNITS = 3.0
-"""With fewer (effective) units nothing is known about the spread between them."""
+"""With fewer (effective) units, nothing is known about the spread between units."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """Share of tokens with alpha under a threshold; unit i, a prompt, has weight w (its decay).
+    """Share of tokens with alpha below a threshold, over units (prompts) of decaying weight w.
 
-        share    = sum w x / sum w n          n tokens of unit i, x of them under the threshold
+        share    = sum w x / sum w n          unit: n tokens, x of them below the threshold
         m        = (sum w n)^2 / sum (w n)^2                      effective number of units
         variance = max(m / (m - 1) sum w^2 (x - share n)^2, q (1 - q) sum w^2 n) / (sum w n)^2
 
-    The second term, independent tokens at the share q in question, keeps a sample without any
-    token under the threshold from being certain. Six sums are all that is kept.
+    The second term is the variance of independent tokens at the share q that is tested. It keeps a
+    sample without any token below the threshold from being certain. Only the six sums are stored.
     """
 
     wn: float = 0.0
@@ -37,7 +37,7 @@ class Share:
     w2xx: float = 0.0
 
     def add(self, n_G: np.ndarray, x_G: np.ndarray, decay: float) -> Share:
-        """Older weights times `decay`, then units with n_G tokens, x_G of them under."""
+        """Multiply older weights by `decay`, then add units with n_G tokens, x_G of them below."""
         n, x = np.asarray(n_G, np.float64), np.asarray(x_G, np.float64)
         return Share(
             wn=decay * self.wn + float(n.sum()),
@@ -54,7 +54,7 @@ class Share:
         return self.wx / self.wn if self.wn else 0.0
 
     def interval(self, q: float, z: float) -> tuple[float, float]:
-        """share -+ t sqrt(variance), t of m - 1 degrees of freedom where the normal one is z."""
+        """share -+ t sqrt(variance); t has m - 1 degrees of freedom and the tail of a normal z."""
         m = self.wn**2 / self.w2nn if self.w2nn else 0.0
         if m < MIN_UNITS:
             return 0.0, 1.0
@@ -66,7 +66,7 @@ class Share:
 
 
 def student(z: float, df: float) -> float:
-    """The t with df (>= 2) degrees of freedom that leaves the tail a standard normal z leaves.
+    """Quantile of Student's t with df (>= 2) degrees of freedom at the tail of a standard normal z.
 
         t = sqrt(df (exp((z (8 df + 3) / (8 df + 1))^2 / df) - 1))
 
