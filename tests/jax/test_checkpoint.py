@@ -17,7 +17,7 @@ import pytest
 from common.errors import UserError
 from sparrow_jax import checkpoint
 from sparrow_jax.checkpoint import Checkpoints
-from tests.common.test_damaged_runs import changed
+from tests.common.records.test_damaged_runs import changed
 
 EXTRA = {"next_step": 12, "schedule": [0.1, 1e-17, None], "name": "\u00e9", "version": 2**60}
 
@@ -336,7 +336,7 @@ from pathlib import Path
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from sparrow_jax.checkpoint import Checkpoints
-from tests.common.test_damaged_runs import changed
+from tests.common.records.test_damaged_runs import changed
 
 class Learner:
     def __init__(self, value):

@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.mismatch.controller import Controller
 from common.profile.kept_parts import KeptParts
 from tests.common.mismatch.test_controller import config_of, start_of
-from tests.common.test_damaged_runs import changed
+from tests.common.records.test_damaged_runs import changed
 
 
 def test_where_a_run_goes_on():
