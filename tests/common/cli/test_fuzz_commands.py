@@ -128,7 +128,7 @@ def test_a_report_on_changed_numbers_of_a_bench(folder, capsys):
 
 
 @pytest.mark.parametrize("line, words", [
-    ("eval --run={run} --samples=0", "has no finished model|--samples=0: expected an integer"),
+    ("eval --run={run} --samples=0", "has no finished model|--samples=0: expected"),
     ("study --config={recipe} --out={out} --seeds=0", "seeds=0, jobs=2: expected at least 1"),
     ("study --config={recipe} --out={out} --jobs=99999999999",
      "--jobs=99999999999: expected at most"),
