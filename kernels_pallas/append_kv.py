@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.reference import page_shape
+from kernels_pallas.layout import page_shape, touched_pages
 
 SLOTS = 3
 GROUP_BYTES = 2**19
@@ -86,7 +86,7 @@ def _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E):
 def _items(page_table_BP, start_B, num_new_B, T, C):
     """(physical page, lo, hi) of every page that T tokens can touch, [B x touched, 3]."""
     B, P = page_table_BP.shape
-    page_BQ = start_B[:, None] // C + jnp.arange((T + C - 2) // C + 1)
+    page_BQ = start_B[:, None] // C + jnp.arange(touched_pages(T, C))
     first_BQ = start_B[:, None] - page_BQ * C
     lo, hi = jnp.clip(first_BQ, 0, C), jnp.clip(first_BQ + num_new_B[:, None], 0, C)
     used = (lo < hi) & (page_BQ < P)
@@ -103,7 +103,7 @@ def _one_token(new_B1xKH, W):
 def _staged(new_BTxKH, start_B, C, page):
     """The new tokens laid out as the pages they go to, [B x touched, K, E, W]."""
     B, T, _, K, H = new_BTxKH.shape
-    touched = (T + C - 2) // C + 1
+    touched = touched_pages(T, C)
     token_BS = jnp.arange(touched * C) - (start_B % C)[:, None]
     token_BS = jnp.clip(token_BS, 0, T - 1)[:, :, None, None, None]
     new = jnp.take_along_axis(new_BTxKH, token_BS, 1).reshape(B * touched, C, 2, K, H)

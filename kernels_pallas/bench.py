@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import REFERENCE, Ops, kernels
-from kernels_pallas.reference import NUM_RESERVED, landmark_shape, page_shape
+from kernels_pallas.reference import NUM_RESERVED
 from kernels_pallas.tuning import HBM_GB_PER_S
 
 POOL_BYTES = 4 * 2**30

@@ -34,11 +34,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import reference
-from kernels_pallas.policies import page_means
+from kernels_pallas.page_words import page_words, word_span
 from kernels_pallas.tuning import LANES, tune_prefill
 
 NEG = reference.NEG
-BITS = 32
 HIGHEST = lax.Precision.HIGHEST
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
@@ -86,7 +85,10 @@ def _prepare(q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interp
                 " a page beside budget_T; pass both"
             )
         q, k = lax.stop_gradient((q_BTNH, k_BTKH))
-        words = _page_words(q, k, jnp.asarray(budget_T), jnp.asarray(prompt_len_B), chunk, spec)
+        words = page_words(
+            q, k, jnp.asarray(budget_T), jnp.asarray(prompt_len_B), page, chunk,
+            queries=spec.queries, keys=spec.keys,
+        )  # fmt: skip
     k_GSH, v_GSH = (_pack(x, K, spec.keys)[:, 0] for x in (k_BTKH, v_BTKH))
     return _pack(q_BTNH, K, spec.queries), k_GSH, v_GSH, words, spec
 
@@ -99,7 +101,7 @@ def _check(q_BTNH, k_BTKH, v_BTKH, spec):
             f"{q_BTNH.shape=} {k_BTKH.shape=} {v_BTKH.shape=}: expected [B, T, N, H] and twice "
             "[B, T, K, H] with N a multiple of K; reshape"
         )
-    if spec.page and (spec.keys % spec.page or spec.keys % _span(spec)):
+    if spec.page and (spec.keys % spec.page or spec.keys % word_span(spec.keys, spec.page)):
         raise ValueError(
             f"{spec.keys=} {spec.page=}: expected a block of keys of whole pages, and of whole "
             "words of 32 pages if it has more than one; change tuning"
@@ -116,49 +118,6 @@ def _pack(x_BTNH, num_groups, block):
     B, T, _, H = x_BTNH.shape
     x = jnp.pad(x_BTNH, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
     return x.swapaxes(1, 2).reshape(B * num_groups, -1, x.shape[1], H)
-
-
-def _span(spec):
-    """Keys whose pages share one word of bits."""
-    return min(BITS * spec.page, spec.keys)
-
-
-def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, chunk, spec):
-    """Pages that each query reads, as bits: int32 [G, key blocks, words of a block, queries].
-
-    Bit i of word w of block j: page (j x keys + w x span) / page + i. Padding queries read page 0.
-    """
-    B, T, N, H = q_BTNH.shape
-    K, page = k_BTKH.shape[2], spec.page
-    padded = -(-T // spec.queries) * spec.queries
-    chunk = min(chunk, padded)
-    firsts = jnp.arange(0, padded, chunk)
-    q = jnp.pad(q_BTNH, ((0, 0), (0, len(firsts) * chunk - T), (0, 0), (0, 0)))
-    landmarks_BKPH = page_means(k_BTKH, page).swapaxes(1, 2)
-    num_words = -(-T // spec.keys) * (spec.keys // _span(spec))
-
-    def choose(first):
-        position = first + jnp.arange(chunk)
-        q_BcKRH = lax.dynamic_slice_in_dim(q, first, chunk, 1).reshape(B, chunk, K, -1, H)
-        q_BcKH = q_BcKRH.astype(jnp.float32).mean(3)
-        scores = jnp.einsum("bckh,bkph->bkcp", q_BcKH, landmarks_BKPH, precision=HIGHEST)
-        budget = budget_T[jnp.minimum(position, budget_T.shape[0] - 1)]
-        pages = reference.page_mask(scores, position // page + 1, budget)
-        pages |= (position < prompt_len_B[:, None])[:, None, :, None]
-        return _to_bits(pages, num_words, _span(spec) // page)
-
-    words = lax.map(choose, firsts)  # [chunks, B, K, words, chunk]
-    words = jnp.moveaxis(words, 0, 3).reshape(B * K, num_words, -1)[..., :padded]
-    return words.reshape(B * K, -1, spec.keys // _span(spec), padded)
-
-
-def _to_bits(pages_BKcP, num_words, bits):
-    """bool [..., c, P] -> int32 [..., words, c]."""
-    *lead, P = pages_BKcP.shape
-    pages = jnp.pad(pages_BKcP, [(0, 0)] * len(lead) + [(0, num_words * bits - P)])
-    pages = pages.reshape(*lead, num_words, bits).astype(jnp.uint32)
-    words = (pages << jnp.arange(bits, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32).swapaxes(-1, -2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -275,7 +234,7 @@ def _bias(words, i, j, spec, diagonal):
     bias = None
     if words is not None:
         num, queries = words.shape  # [words, queries]
-        bits = _span(spec) // spec.page
+        bits = word_span(spec.keys, spec.page) // spec.page
         word = jnp.broadcast_to(words[...][:, None], (num, bits, queries))
         bit = lax.shift_right_logical(word, lax.broadcasted_iota(jnp.int32, word.shape, 1)) & 1
         bias = jnp.where(bit == 1, 0.0, NEG).reshape(num * bits, 1, queries)

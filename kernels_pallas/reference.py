@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.layout import logical_pages, touched_pages
 from kernels_pallas.policies import POLICIES
 
 NUM_RESERVED = 3
@@ -30,28 +31,6 @@ GATHER_BYTES = 2**19
 SEGMENTS = 4
 QUERY_BLOCK = 256
 HEAD_ELEMENTS = 2**24
-
-
-def page_shape(page_size: int, head_dim: int) -> tuple[int, int]:
-    """Rows and lanes in which a page is stored; HBM pads to 128 lanes, so heads of 64 fill them."""
-    numbers = 2 * page_size * head_dim
-    lanes = 128 if 128 % head_dim == 0 and numbers % 128 == 0 else head_dim
-    return numbers // lanes, lanes
-
-
-def landmark_shape(num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Rows and lanes of a page's landmarks, all heads: [K, H], or whole rows of 128 lanes.
-
-    XLA would copy the landmarks of heads of 64 into another layout for every kernel.
-    """
-    numbers = num_kv_heads * head_dim
-    whole = 128 % head_dim == 0 and numbers % 128 == 0
-    return (numbers // 128, 128) if whole else (num_kv_heads, head_dim)
-
-
-def logical_pages(kv_pages_LKM, head_dim: int):
-    """The pool as [L, K, M, 2, C, H], however its pages are stored."""
-    return kv_pages_LKM.reshape(*kv_pages_LKM.shape[:3], 2, -1, head_dim)
 
 
 def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
@@ -204,8 +183,7 @@ def append_kv(
     kv_BTKxH = jnp.stack([k_BTKH, v_BTKH], 3).astype(kv_pages_LKMxCH.dtype)
     kv_pages_LKMxCH = kv_pages_LKMxCH.at[layer, :, page_BT, :, position_BT % C].set(kv_BTKxH)
 
-    touched = (T + C - 2) // C + 1
-    page_BQ = start_B[:, None] // C + jnp.arange(touched)
+    page_BQ = start_B[:, None] // C + jnp.arange(touched_pages(T, C))
     last_BQ = (page_BQ + 1) * C
     end_B = start_B + num_new_B
     complete = (last_BQ > start_B[:, None]) & (last_BQ <= end_B[:, None]) & (page_BQ < P)

@@ -38,7 +38,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import decode_block
 from kernels_pallas.decode_block import SCALED_PAGES, DecodeShape
-from kernels_pallas.reference import NEG, page_shape
+from kernels_pallas.layout import page_shape
+from kernels_pallas.reference import NEG
 from kernels_pallas.tuning import LANES, DecodeTuning, tune_decode
 
 MIN_LINES = 8  # sublanes: keys and values of a page must each fill them

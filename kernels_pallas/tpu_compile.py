@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import aot
+from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import Ops, kernels
-from kernels_pallas.reference import landmark_shape, page_shape
 
 VOCAB = 151_936
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton import float8
+from kernels_triton.layout import touched_pages
 
 if TYPE_CHECKING:
     from kernels_triton.gpu_compile import Program
@@ -47,7 +48,7 @@ def append_kv(
     if kv.dtype == torch.float8_e4m3fn:
         kv = kv.view(torch.uint8)
     if B * T > 0:
-        _append[(K * B * ((T + C - 2) // C + 1),)](
+        _append[(K * B * touched_pages(T, C),)](
             kv, landmarks, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B,
             *kv.stride()[:4], *landmarks.stride()[:2], *k_BTKH.stride()[:3], *v_BTKH.stride()[:3],
             page_table_BP.stride(0), B, T, page_table_BP.shape[1],

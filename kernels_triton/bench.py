@@ -23,6 +23,7 @@ import torch
 
 from kernels_triton.bench_peers import PEERS
 from kernels_triton.cuda_graph import cuda_graph
+from kernels_triton.layout import landmark_shape, page_shape
 from kernels_triton.ops import Ops, kernels
 from kernels_triton.reference import NUM_RESERVED
 
@@ -83,8 +84,8 @@ def inputs(c: Case, device) -> dict[str, Any]:
     rows = {"dtype": torch.int32, "device": device}
     return {
         "q": torch.randn((c.batch, 1, c.heads, c.head_dim), **place),
-        "kv": torch.randn((1, c.kv_heads, pages + 1, 2, c.page, c.head_dim), **place),
-        "marks": torch.randn((1, pages + 1, c.kv_heads, c.head_dim), **place),
+        "kv": torch.randn((1, c.kv_heads, pages + 1, *page_shape(c.page, c.head_dim)), **place),
+        "marks": torch.randn((1, pages + 1, *landmark_shape(c.kv_heads, c.head_dim)), **place),
         "table": 1 + torch.randperm(pages, device=device).int().reshape(c.batch, per_row),
         "pages": torch.full((c.batch,), per_row, **rows),
         "length": torch.full((c.batch,), c.context, **rows),

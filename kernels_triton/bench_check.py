@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels_triton.layout import landmark_shape, page_shape
 from kernels_triton.ops import Ops
 
 PAGE = 16
@@ -50,8 +51,8 @@ def make_pool(lengths: Sequence[int], kv_heads: int, head_dim: int, dtype, devic
     width = -(-max(lengths) // PAGE) + 1
     num = 1 + len(lengths) * width + 3
     wide = {"dtype": torch.float32, "device": device}
-    kv = torch.full((1, kv_heads, num, 2, PAGE, head_dim), torch.nan, **wide)
-    marks = torch.full((1, num, kv_heads, head_dim), torch.nan, **wide)
+    kv = torch.full((1, kv_heads, num, *page_shape(PAGE, head_dim)), torch.nan, **wide)
+    marks = torch.full((1, num, *landmark_shape(kv_heads, head_dim)), torch.nan, **wide)
     table = 1 + torch.randperm(num - 1, device=device)[: len(lengths) * width]
     table = table.int().reshape(-1, width)
     keys, values = [], []

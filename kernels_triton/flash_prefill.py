@@ -35,7 +35,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels_triton import reference
-from kernels_triton.policies import page_means
+from kernels_triton.page_words import BITS, page_words
 from kernels_triton.tuning import tune_prefill
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG = tl.constexpr(-1e30)
-BITS = 32
 HEAD_DIMS = 16, 32, 64, 128
 
 
@@ -71,7 +70,7 @@ def flash_prefill(
                 " a page beside budget_T; pass both"
             )
         rule = (torch.as_tensor(x, device=q_BTNH.device).long() for x in (budget_T, prompt_len_B))
-        words = _page_words(q_BTNH.detach(), k_BTKH.detach(), *rule, page, chunk)
+        words = page_words(q_BTNH.detach(), k_BTKH.detach(), *rule, page, chunk)
     return _Attend.apply(*map(_rows, (q_BTNH, k_BTKH, v_BTKH)), words, page, tuning)
 
 
@@ -121,37 +120,6 @@ def _check(q_BTNH, k_BTKH, v_BTKH, page, tuning):
 def _rows(x):
     """Kernels take any strides; the numbers of a head must follow one another."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _page_words(q_BTNH, k_BTKH, budget_T, prompt_len_B, page, chunk):
-    """Pages that each query reads: int32 [B x K, words, T], bit i of word w: page 32 w + i.
-
-    Prompts have bits past the query's own page too: the causal mask is the kernel's.
-    """
-    B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
-    landmarks_BKPH = page_means(k_BTKH, page).transpose(1, 2).double()
-    words = q_BTNH.new_zeros((B, K, -(-T // (page * BITS)), T), dtype=torch.int32)
-    for first in range(0, T, chunk):
-        last = min(first + chunk, T)
-        position = torch.arange(first, last, device=q_BTNH.device)
-        q_BcKRH = q_BTNH[:, first:last].reshape(B, last - first, K, N // K, H)
-        q_BKcH = q_BcKRH.float().mean(3).transpose(1, 2).double()
-        scores = (q_BKcH @ landmarks_BKPH[:, :, : -(-last // page)].mT).float()
-        budget = budget_T[position.clamp(max=len(budget_T) - 1)]
-        pages = reference.page_mask(scores, position // page + 1, budget)
-        pages |= (position < prompt_len_B[:, None])[:, None, :, None]
-        bits = _to_bits(pages)
-        words[:, :, : bits.shape[2], first:last] = bits
-    return words.flatten(0, 1)
-
-
-def _to_bits(pages_BKcP):
-    """bool [..., c, P] -> int32 [..., words, c]."""
-    pages = torch.nn.functional.pad(pages_BKcP, (0, -pages_BKcP.shape[-1] % BITS))
-    weight = 1 << torch.arange(BITS, device=pages.device)
-    words = (pages.unflatten(-1, (-1, BITS)) * weight).sum(-1)
-    return torch.where(words < 2**31, words, words - 2**32).int().mT
 
 
 class _Attend(torch.autograd.Function):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kernels_triton.layout import touched_pages
 from kernels_triton.policies import POLICIES
 
 NUM_RESERVED = 3
@@ -165,8 +166,8 @@ def append_kv(
     kv_BTKxH = torch.stack([k_BTKH, v_BTKH], 3).to(kv_pages_LKMxCH.dtype)
     kv_pages_LKMxCH[layer, :, page_BT, :, position_BT % C] = kv_BTKxH
 
-    touched = (T + C - 2) // C + 1
-    page_BQ = start_B[:, None] // C + torch.arange(touched, device=k_BTKH.device)
+    reach = torch.arange(touched_pages(T, C), device=k_BTKH.device)
+    page_BQ = start_B[:, None] // C + reach
     last_BQ, end_B = (page_BQ + 1) * C, start_B + num_new_B
     complete = (last_BQ > start_B[:, None]) & (last_BQ <= end_B[:, None]) & (page_BQ < P)
     page_BQ = torch.where(complete, table_BP.gather(1, page_BQ.clamp(max=P - 1)), 0)

@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.schedule import presets
 from common.schedule import schedule as schedules
 from kernels_pallas import reference as ops
+from kernels_pallas.layout import logical_pages
 from sparrow_jax import cache as kv_cache
 from sparrow_jax.model import Decoder
 
@@ -183,7 +184,7 @@ def _contiguous(shape: Shape):
 
     def attention(q, kv, marks):
         B, K, H = shape.batch, kv.shape[1], q.shape[3]
-        kv = ops.logical_pages(kv, H)
+        kv = logical_pages(kv, H)
         chunk = CHUNK // shape.page
         per_row = shape.context // shape.page
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from common.config import ModelConfig
-from kernels_pallas.reference import landmark_shape, page_shape
+from kernels_pallas.layout import landmark_shape, page_shape
 
 
 def allocate(g: ModelConfig, num_pages: int, page_size: int, dtype) -> tuple[jax.Array, jax.Array]:

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from common.config import ModelConfig
 from common.model.geometry import layer_shapes
+from kernels_pallas.layout import logical_pages
 from kernels_pallas.ops import REFERENCE, Ops
-from kernels_pallas.reference import logical_pages
 from sparrow_jax import induction_init
 
 # Partition of every parameter over the mesh axes (data, fsdp, tensor); leading None = layer axis.

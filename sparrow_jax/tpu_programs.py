@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from common.config import GrpoConfig, LearnerConfig
 from common.model.geometry import QWEN3
 from kernels_pallas import aot
+from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import kernels
-from kernels_pallas.reference import landmark_shape, page_shape
 from sparrow_jax import learner, sharding
 from sparrow_jax.model import Decoder
 from sparrow_jax.sharded_ops import LANDMARKS, POOL, ROWS, shard_ops

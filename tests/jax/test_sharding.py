@@ -95,8 +95,8 @@ print("equal on one and eight devices")
 OPERATIONS = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
+from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import REFERENCE
-from kernels_pallas.reference import landmark_shape, page_shape
 from sparrow_jax import sharded_ops, sharding
 
 mesh = sharding.make_mesh((2, 2, 2))  # 4 shares of rows and pages, 2 of heads

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.reference import page_shape
+from kernels_pallas.layout import page_shape
 from tests.kernels import ladder
 from tests.kernels.packages import BOTH, EAGER, PALLAS, TRITON
 

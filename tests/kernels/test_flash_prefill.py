@@ -154,7 +154,8 @@ def reject(monkeypatch):
 
     def run(package, faults, check):
         for name, fault in faults.items():
-            package.plant(monkeypatch, f"flash_prefill.{name}", fault)
+            file = "page_words" if name == "_to_bits" else "flash_prefill"
+            package.plant(monkeypatch, f"{file}.{name}", fault)
         wrong = "Not equal" if check is check_forward else r"(?s)Not equal to toler.*\nd[qkv]\n"
         with pytest.raises(AssertionError, match=wrong):
             check(package)

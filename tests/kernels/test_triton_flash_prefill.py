@@ -21,7 +21,7 @@ from tests.kernels.test_flash_prefill import (  # noqa: F401
 triton = pytest.importorskip("triton", reason="there is no triton for this machine")
 import triton.language as tl  # noqa: E402
 
-module = TRITON.module("flash_prefill")
+module, page_words = TRITON.module("flash_prefill"), TRITON.module("page_words")
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -30,7 +30,7 @@ def test_log_sum_exp(sparse):
     words = None
     if sparse:
         schedule = map(np.int64, kinds(sparse))
-        words = module._page_words(*map(torch.from_numpy, (q, k, *schedule)), 4, 16)
+        words = page_words.page_words(*map(torch.from_numpy, (q, k, *schedule)), 4, 16)
     tensors, tuning = map(torch.from_numpy, (q, k, v)), TRITON.small["flash_prefill"][0]
     lse_BNT = module._forward(*tensors, words, 4 * sparse, tuning)[1]
     masks = ladder.prefill_oracle(q, k, v, *kinds(sparse))[1]
@@ -41,7 +41,7 @@ def test_log_sum_exp(sparse):
 def test_pages_of_long_sequences_exactly(page):
     q, k, _, budgets, prompt = long_inputs()
     tensors = map(torch.from_numpy, (q, k, budgets.astype(np.int64), prompt))
-    check_pages(module._page_words(*tensors, page, 48), 32, page)
+    check_pages(page_words.page_words(*tensors, page, 48), 32, page)
 
 
 def test_parts_of_one_array():
@@ -86,7 +86,7 @@ def one_late(key, query):
     return key <= query + 1
 
 
-def pages_shifted_by_one(pages, right=module._to_bits):
+def pages_shifted_by_one(pages, right=page_words._to_bits):
     return right(pages.roll(1, -1))
 
 
