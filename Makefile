@@ -152,12 +152,12 @@ bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 
 tpu-compile: $(VENV)/.test ## every kernel and whole programs, compiled for four TPU generations without a TPU
 	@mkdir -p runs
-	$(BIN)/python -m kernels_pallas.tpu_compile --out=runs/tpu-kernels.json
-	$(BIN)/python -m sparrow_jax.tpu_programs --out=runs/tpu-programs.json
+	$(BIN)/python -m kernels_pallas.tpu_compile --out=runs/tpu-kernels.json --table=kernels_pallas/README.md
+	$(BIN)/python -m sparrow_jax.tpu_programs --out=runs/tpu-programs.json --table=sparrow_jax/README.md
 
 gpu-compile: $(VENV)/.test ## every Triton kernel, compiled for four GPU architectures without a GPU
 	@mkdir -p runs
-	$(BIN)/python -m kernels_triton.gpu_compile --out=runs/gpu-kernels.json
+	$(BIN)/python -m kernels_triton.gpu_compile --out=runs/gpu-kernels.json --table=kernels_triton/README.md
 
 lint: $(VENV)/.test ## format, sort and check the code; check who imports whom
 	$(BIN)/ruff check --fix .

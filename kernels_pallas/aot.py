@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -23,6 +25,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from kernels_pallas.readme_table import replace_table, split_at_table
 
 CHIPS = {
     "v5e": "v5e:2x2",
@@ -88,7 +92,7 @@ def prepare(dump: Path | None = None) -> None:
 
 
 @functools.cache
-def devices(topology: str):
+def devices(topology: str) -> list[jax.Device]:
     """The devices of a topology, e.g. "v5e:2x2"."""
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
@@ -98,7 +102,7 @@ def device_kind(chip: str) -> str:
     return devices(CHIPS[chip])[0].device_kind
 
 
-def one_chip(chip: str):
+def one_chip(chip: str) -> SingleDeviceSharding:
     """Sharding of arrays that live on a single chip."""
     return SingleDeviceSharding(devices(CHIPS[chip])[0])
 
@@ -219,22 +223,43 @@ def line(r: Compiled) -> str:
     )
 
 
-def command(doc: str, compile_all: Callable[[list[str], str], list[Compiled]], argv=None) -> int:
+def provenance() -> str:
+    """The compiler, jax and the day, for the table of a README."""
+    libtpu = importlib.metadata.version("libtpu")
+    return f"libtpu {libtpu}, jax {jax.__version__}, {datetime.date.today().isoformat()}"
+
+
+def command(
+    doc: str,
+    name: str,
+    compile_all: Callable[[list[str], str], list[Compiled]],
+    table: Callable[[list[Compiled]], str],
+    argv: Sequence[str] | None = None,
+) -> int:
     """Command line of the modules that compile; exit status 1 if anything is refused.
 
-    compile_all(chips, only): compile and print the programs whose names `only` is found in.
+    compile_all(chips, only) compiles and prints the programs in which the regular expression `only`
+    is found. --table writes table(rows) between the comments `name: begin` and `name: end` of a
+    README, if every program compiles.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--chips", default=",".join(CHIPS), help="default: %(default)s")
     parser.add_argument("--only", default="", help="regular expression: only matching programs")
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    parser.add_argument("--table", type=Path, help="README in which to renew the table")
     arguments = parser.parse_args(argv)
     chips = arguments.chips.split(",")
     if unknown := set(chips) - set(CHIPS):
         parser.error(f"--chips: {', '.join(sorted(unknown))}: expected some of {', '.join(CHIPS)}")
+    if arguments.table:
+        if arguments.only or chips != list(CHIPS):
+            parser.error("--table shows every program on every chip; leave out --only and --chips")
+        split_at_table(arguments.table, name)  # before an hour of compilation
     rows = compile_all(chips, arguments.only)
     if arguments.out:
         arguments.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
     refused = [r for r in rows if r.error]
     print(f"{len(rows) - len(refused)} of {len(rows)} programs compile")
+    if arguments.table and not refused:
+        replace_table(arguments.table, name, table(rows))
     return 1 if refused else 0

@@ -16,6 +16,7 @@ heads (GROUP_BYTES each group), and two blocks of new tokens.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ READ, WRITE, MARK = 0, 1, 2
 def append_kv(
     kv_pages_LKM, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B, *,
     interpret=None,
-):  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """As reference.append_kv: the pool and the landmarks with T new tokens per row.
 
     Both are updated in place where the caller donates them; landmarks_LMKH as in the reference, or
@@ -62,7 +63,7 @@ def append_kv(
     return kv.reshape(kv_pages_LKM.shape), marks.reshape(landmarks_LMKH.shape)
 
 
-def _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E):
+def _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E) -> None:
     _, _, K, H = k_BTKH.shape
     L, heads, M = kv_pages_LKM.shape[:3]
     marks = L, M, K, H
@@ -83,7 +84,7 @@ def _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E):
         )
 
 
-def _items(page_table_BP, start_B, num_new_B, T, C):
+def _items(page_table_BP, start_B, num_new_B, T, C) -> jax.Array:
     """(physical page, lo, hi) of every page that T tokens can touch, [B x touched, 3]."""
     B, P = page_table_BP.shape
     page_BQ = start_B[:, None] // C + jnp.arange(touched_pages(T, C))
@@ -95,12 +96,12 @@ def _items(page_table_BP, start_B, num_new_B, T, C):
     return items_BQS.reshape(-1, 3).astype(jnp.int32)
 
 
-def _one_token(new_B1xKH, W):
+def _one_token(new_B1xKH, W) -> jax.Array:
     """[B, 2, K, W]: the token in every H lanes; the kernel repeats it over the rows of the page."""
     return jnp.tile(new_B1xKH[:, 0], W // new_B1xKH.shape[-1])
 
 
-def _staged(new_BTxKH, start_B, C, page):
+def _staged(new_BTxKH, start_B, C, page) -> jax.Array:
     """The new tokens laid out as the pages they go to, [B x touched, K, E, W]."""
     B, T, _, K, H = new_BTxKH.shape
     touched = touched_pages(T, C)
@@ -110,17 +111,17 @@ def _staged(new_BTxKH, start_B, C, page):
     return new.transpose(0, 3, 2, 1, 4).reshape(B * touched, K, *page)
 
 
-def _call(layer, items, new, stored, marks, H, interpret):
+def _call(layer, items, new, stored, marks, H, interpret) -> list[jax.Array]:
     _, K, _, E, W = stored.shape
     num_groups, _, rows = items.shape
 
-    def smem(shift):
-        def index(g, layer):
+    def smem(shift) -> pl.BlockSpec:
+        def index(g, layer) -> tuple[Any, int, int]:
             return jnp.minimum(g + shift, num_groups - 1), 0, 0
 
         return pl.BlockSpec((1, 3, rows), index, memory_space=pltpu.SMEM)
 
-    def block(g, layer):
+    def block(g, layer) -> tuple[Any, ...]:
         return g, *[0] * (new.ndim - 1)
 
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -159,72 +160,72 @@ def _kernel(
     done,  # SMEM [SLOTS, rows]: what was written from the slot, WROTE + MARKED
     sems,  # DMA [3, SLOTS]: READ, WRITE, MARK
     *, H,
-):  # fmt: skip
+) -> None:  # fmt: skip
     g, num_groups = pl.program_id(0), pl.num_programs(0)
     _, rows, _, E, W = pages.shape
     slot, C = _slot(g), E * W // (2 * H)
 
-    def each(visit):
+    def each(visit) -> None:
         lax.fori_loop(0, rows, lambda r, _: (visit(r), 0)[1], 0)
 
-    def page_copy(slot, r, page, kind):
+    def page_copy(slot, r, page, kind) -> Any:
         there, here = kv.at[layer[0], :, page], pages.at[slot, r]
         source, target = (there, here) if kind == READ else (here, there)
         return pltpu.make_async_copy(source, target, sems.at[kind, slot])
 
-    def mark_copy(slot, r, page):
+    def mark_copy(slot, r, page) -> Any:
         return pltpu.make_async_copy(
             means.at[slot, r], marks.at[layer[0], page], sems.at[MARK, slot]
         )
 
-    def reads(group, slot, act):
-        def visit(r):
+    def reads(group, slot, act) -> None:
+        def visit(r) -> None:
             lo, hi = group[0, LO, r], group[0, HI, r]
 
             @pl.when(_is_partial(lo, hi, C))
-            def _():
+            def _() -> None:
                 act(page_copy(slot, r, group[0, PAGE, r], READ))
 
         each(visit)
 
-    def wait_writes(slot):
-        def visit(r):
+    def wait_writes(slot) -> None:
+        def visit(r) -> None:
             @pl.when(done[slot, r] >= WROTE)
-            def _():
+            def _() -> None:
                 _wait_write(page_copy(slot, r, 0, WRITE))  # the sizes count, not the page
 
             @pl.when(done[slot, r] > WROTE)
-            def _():
+            def _() -> None:
                 _wait_write(mark_copy(slot, r, 0))
 
             done[slot, r] = 0
 
         each(visit)
 
-    def change(r):
+    def change(r) -> None:
         lo, hi, page = items[0, LO, r], items[0, HI, r], items[0, PAGE, r]
 
         @pl.when(lo < hi)
-        def _():
+        def _() -> None:
             merged_KEW = _merge(pages[slot, r], new[r], lo, hi, H)
             pages[slot, r] = merged_KEW.astype(pages.dtype)
             page_copy(slot, r, page, WRITE).start()
             done[slot, r] = WROTE
 
             @pl.when(_completes(hi, C))
-            def _():
+            def _() -> None:
                 means[slot, r] = _mean_key(merged_KEW, H, means.shape[3]).astype(means.dtype)
                 mark_copy(slot, r, page).start()
                 done[slot, r] = WROTE + MARKED
 
     @pl.when(g == 0)
-    def _():
+    def _() -> None:
         for s in range(SLOTS):
             each(lambda r, s=s: done.__setitem__((s, r), 0))
         reads(items, slot, lambda copy: copy.start())
 
     @pl.when(g + 1 < num_groups)
-    def _():
+    def _() -> None:
         wait_writes(_slot(g + 1))  # of group g + 1 - SLOTS
         reads(coming, _slot(g + 1), lambda copy: copy.start())
 
@@ -232,33 +233,33 @@ def _kernel(
     each(change)
 
     @pl.when(g + 1 == num_groups)
-    def _():
+    def _() -> None:
         for s in range(SLOTS):
             wait_writes(s)
 
 
-def _slot(group):
+def _slot(group) -> jax.Array:
     return lax.rem(group, SLOTS)
 
 
-def _is_partial(lo, hi, C):
+def _is_partial(lo, hi, C) -> jax.Array:
     """Whether the page keeps some of its old tokens, so that it has to be read."""
     return (lo < hi) & ((lo > 0) | (hi < C))
 
 
-def _completes(hi, C):
+def _completes(hi, C) -> jax.Array:
     return hi == C
 
 
-def _wait_read(copy):
+def _wait_read(copy) -> None:
     copy.wait()
 
 
-def _wait_write(copy):
+def _wait_write(copy) -> None:
     copy.wait()
 
 
-def _merge(old_KEW, new, lo, hi, H):
+def _merge(old_KEW, new, lo, hi, H) -> jax.Array:
     """The page with tokens lo .. hi - 1 from new, in float32, which holds every cache type."""
     K, E, W = old_KEW.shape
     new = new.astype(jnp.float32)
@@ -271,7 +272,7 @@ def _merge(old_KEW, new, lo, hi, H):
     return jnp.where(fresh, new, old_KEW.astype(jnp.float32))
 
 
-def _mean_key(page_KEW, H, lanes):
+def _mean_key(page_KEW, H, lanes) -> jax.Array:
     """[K H / lanes, lanes]: the mean of the keys, which are the upper half of the page's rows."""
     K, E, W = page_KEW.shape
     mean_KW = page_KEW[:, : E // 2].sum(1) / (E * W // (2 * H))

@@ -90,17 +90,17 @@ def parts(ops: Ops, c: Case) -> dict[str, Any]:
     """Functions of `inputs`, attend of a list of pages too."""
     listed = jnp.full(c.batch, c.selected * c.page, jnp.int32)
 
-    def select(x, ops=ops, table="table"):
+    def select(x, ops=ops, table="table") -> jax.Array:
         pages = x["length"] // c.page
         one = x["q"][:, 0]
         return ops.select_pages(
             one, x["marks"], 0, x[table], pages, x["k"], max_selected=c.selected
         )[0]
 
-    def attend(x, ids):
+    def attend(x, ids) -> tuple[jax.Array, jax.Array]:
         return ops.sparse_decode(x["q"], x["kv"], 0, ids, listed - 1, listed)
 
-    def dense(x):
+    def dense(x) -> tuple[jax.Array, jax.Array]:
         return ops.sparse_decode(x["q"], x["kv"], 0, x["table"], x["length"] - 1, x["length"])
 
     return {
@@ -145,8 +145,8 @@ def seconds(f, x, repeats: int = 5, inner: int = 20) -> float:
     """
 
     @jax.jit
-    def many(x):
-        def body(_, q):
+    def many(x) -> jax.Array:
+        def body(_, q) -> jax.Array:
             first = jax.tree.leaves(f({**x, "q": q}))[0]
             return q + (first.ravel()[0].astype(jnp.float32) * 1e-30).astype(q.dtype)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -48,7 +49,7 @@ class DecodeShape:
         return self.block * self.page
 
 
-def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape):
+def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape) -> None:
     """Block i of the row's tokens joins the state. limits: None if all of it is visible.
 
     q [fold X, W], buf_ref [P, E, W], scales: None or two rows [1, lines of the block].
@@ -88,7 +89,7 @@ def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape):
     acc_ref[...] = acc_ref[...] * shrink + more
 
 
-def _token(shape_lines, shape: DecodeShape):
+def _token(shape_lines, shape: DecodeShape) -> jax.Array:
     """Index in the block of the token at each place of its keys, int32 [lines, W]."""
     token = lax.broadcasted_iota(jnp.int32, shape_lines, 0) * shape.fold
     if shape.fold > 1:
@@ -97,7 +98,7 @@ def _token(shape_lines, shape: DecodeShape):
     return token
 
 
-def visible(i, scores_shape, start, length, shape: DecodeShape):
+def visible(i, scores_shape, start, length, shape: DecodeShape) -> jax.Array:
     """Which scores [fold X, lines of the block] count."""
     rows = scores_shape[0]
     x = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
@@ -113,7 +114,9 @@ def visible(i, scores_shape, start, length, shape: DecodeShape):
     return token < jnp.minimum(start + query + 1, length)
 
 
-def block_scales(scales_ref, block_ref, ids_ref, first, count, shape: DecodeShape):
+def block_scales(
+    scales_ref, block_ref, ids_ref, first, count, shape: DecodeShape
+) -> list[jax.Array]:
     """Scales of keys and of values for each line of the block, two rows [1, P lines].
 
     A page's two scales lie in one of the lines of scales_ref; they are turned to lanes 0 and 1 of
@@ -132,7 +135,7 @@ def block_scales(scales_ref, block_ref, ids_ref, first, count, shape: DecodeShap
     return [jnp.where(here, both[:, x : x + 1], 0).sum(0, keepdims=True) for x in (0, 1)]
 
 
-def finish(state, out_ref, lse_ref, shape: DecodeShape):
+def finish(state, out_ref, lse_ref, shape: DecodeShape) -> None:
     """Divide by the denominator; with two tokens in a line, join the even and the odd half."""
     m, denom, acc = (ref[...] for ref in state)
     if shape.fold > 1:

@@ -55,7 +55,7 @@ class _Spec(NamedTuple):
 def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
     chunk=reference.QUERY_BLOCK, interpret=None, tuning=None,
-):  # fmt: skip
+) -> jax.Array:  # fmt: skip
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
@@ -70,7 +70,9 @@ def flash_prefill(
     return _attend(*packed).reshape(B, N, -1, H).swapaxes(1, 2)[:, :T]
 
 
-def _prepare(q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interpret, tuning):
+def _prepare(
+    q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interpret, tuning
+) -> tuple[Any, ...]:
     """Arguments of _attend: q [G, R, T, H], k and v [G, S, H], words or None, and the spec."""
     T, N = q_BTNH.shape[1:3]
     K = k_BTKH.shape[2]
@@ -93,7 +95,7 @@ def _prepare(q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interp
     return _pack(q_BTNH, K, spec.queries), k_GSH, v_GSH, words, spec
 
 
-def _check(q_BTNH, k_BTKH, v_BTKH, spec):
+def _check(q_BTNH, k_BTKH, v_BTKH, spec) -> None:
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     if k_BTKH.shape != (B, T, K, H) or v_BTKH.shape != k_BTKH.shape or N % K:
@@ -113,7 +115,7 @@ def _check(q_BTNH, k_BTKH, v_BTKH, spec):
         )
 
 
-def _pack(x_BTNH, num_groups, block):
+def _pack(x_BTNH, num_groups, block) -> jax.Array:
     """[B, T, N, H] -> [G, N / K, T, H], padded to whole blocks."""
     B, T, _, H = x_BTNH.shape
     x = jnp.pad(x_BTNH, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
@@ -121,16 +123,16 @@ def _pack(x_BTNH, num_groups, block):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_GRTH, k_GSH, v_GSH, words, spec):
+def _attend(q_GRTH, k_GSH, v_GSH, words, spec) -> jax.Array:
     return _forward(q_GRTH, k_GSH, v_GSH, words, spec)[0]
 
 
-def _attend_fwd(q_GRTH, k_GSH, v_GSH, words, spec):
+def _attend_fwd(q_GRTH, k_GSH, v_GSH, words, spec) -> tuple[jax.Array, tuple[Any, ...]]:
     out_GRTH, lse_G1X = _forward(q_GRTH, k_GSH, v_GSH, words, spec)
     return out_GRTH, (q_GRTH, k_GSH, v_GSH, words, out_GRTH, lse_G1X)
 
 
-def _attend_bwd(spec, saved, do_GRTH):
+def _attend_bwd(spec, saved, do_GRTH) -> tuple[Any, ...]:
     q_GRTH, k_GSH, v_GSH, words, out_GRTH, lse_G1X = saved
     delta_GRT = (out_GRTH.astype(jnp.float32) * do_GRTH.astype(jnp.float32)).sum(-1)
     delta = delta_GRT.reshape(*delta_GRT.shape[:2], -1, spec.queries).swapaxes(1, 2)
@@ -141,7 +143,7 @@ def _attend_bwd(spec, saved, do_GRTH):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(q_GRTH, k_GSH, v_GSH, words, spec):
+def _forward(q_GRTH, k_GSH, v_GSH, words, spec) -> list[jax.Array]:
     """Output [G, R, T, H] and LSE [G, 1, R x T], in the order (block, R, queries of a block)."""
     G, R, T, H = q_GRTH.shape
     rows = R * spec.queries
@@ -150,13 +152,13 @@ def _forward(q_GRTH, k_GSH, v_GSH, words, spec):
     return _call(_forward_kernel, spec, state, [q_GRTH, k_GSH, v_GSH], words, out)
 
 
-def _query_gradient(arrays, words, spec):
+def _query_gradient(arrays, words, spec) -> jax.Array:
     """dq from q, k, v, do [G, R, T, H], and LSE and delta [G, 1, X]."""
     state, out = [(arrays[0].shape[3], spec.ratio * spec.queries)], [(arrays[0], "query")]
     return _call(_query_gradient_kernel, spec, state, arrays, words, out)[0]
 
 
-def _key_gradients(arrays, words, spec):
+def _key_gradients(arrays, words, spec) -> list[jax.Array]:
     """dk and dv, from the same."""
     state, out = [(spec.keys, arrays[0].shape[3])] * 2, [(x, "key") for x in arrays[1:3]]
     return _call(_key_gradients_kernel, spec, state, arrays, words, out)
@@ -165,7 +167,7 @@ def _key_gradients(arrays, words, spec):
 INPUTS = ["query", "key", "key", "query", "lane", "lane"]
 
 
-def _call(kernel, spec, state, arrays, words, out):
+def _call(kernel, spec, state, arrays, words, out) -> list[jax.Array]:
     """One pallas_call over the visible pairs of blocks; the kind of the first result stays put."""
     G, R, T, H = arrays[0].shape
     num_queries, num_keys = T // spec.queries, arrays[1].shape[1] // spec.keys
@@ -197,7 +199,7 @@ def _call(kernel, spec, state, arrays, words, out):
     )(pairs, *arrays)
 
 
-def _pairs(num_queries, num_keys, spec, major):
+def _pairs(num_queries, num_keys, spec, major) -> np.ndarray:
     """(block of queries, block of keys) with a visible key, int32 [2, pairs]."""
     i, j = np.meshgrid(np.arange(num_queries), np.arange(num_keys), indexing="ij")
     if major == "key":
@@ -206,30 +208,30 @@ def _pairs(num_queries, num_keys, spec, major):
     return np.stack([i[seen], j[seen]]).astype(np.int32)
 
 
-def _dot(a, b, contract):
+def _dot(a, b, contract) -> jax.Array:
     exact = HIGHEST if a.dtype == jnp.float32 else None
     dims = contract, ((), ())
     return lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _block(pairs):
+def _block(pairs) -> tuple[jax.Array, jax.Array]:
     """Block of queries and block of keys of this program."""
     return pairs[0, pl.program_id(1)], pairs[1, pl.program_id(1)]
 
 
-def _rows(x_RTH):
+def _rows(x_RTH) -> jax.Array:
     """The heads of a group one after another: [R x queries, H]."""
     return x_RTH[...].reshape(-1, x_RTH.shape[2])
 
 
-def _positions(i, j, spec):
+def _positions(i, j, spec) -> tuple[jax.Array, jax.Array]:
     """Positions of the keys and of the queries of a block, both int32 [keys, queries]."""
     shape = spec.keys, spec.queries
     key = j * spec.keys + lax.broadcasted_iota(jnp.int32, shape, 0)
     return key, i * spec.queries + lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _bias(words, i, j, spec, diagonal):
+def _bias(words, i, j, spec, diagonal) -> jax.Array | None:
     """0 where a query sees a key, else NEG: float32 [keys, queries], or None if all is visible."""
     bias = None
     if words is not None:
@@ -245,7 +247,7 @@ def _bias(words, i, j, spec, diagonal):
     return bias
 
 
-def _scores(q_RTH, k_SH, words, i, j, spec, diagonal):
+def _scores(q_RTH, k_SH, words, i, j, spec, diagonal) -> jax.Array:
     """s [keys, rows], NEG where invisible."""
     s = _dot(k_SH[...], _rows(q_RTH), NT) * k_SH.shape[1] ** -0.5
     if (bias := _bias(words, i, j, spec, diagonal)) is None:
@@ -254,14 +256,14 @@ def _scores(q_RTH, k_SH, words, i, j, spec, diagonal):
     return jnp.concatenate(heads, 1)
 
 
-def _on_block(i, j, spec, add):
+def _on_block(i, j, spec, add) -> None:
     """add(diagonal): only blocks that the diagonal crosses compare positions."""
     whole = (j + 1) * spec.keys <= i * spec.queries + 1
     pl.when(whole)(lambda: add(False))
     pl.when(jnp.logical_not(whole))(lambda: add(True))
 
 
-def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last):
+def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last) -> None:
     """pairs: [2, n] in SMEM. q: [R, queries, H]. k, v: [keys, H]. Replay: words [words, queries].
 
     Results: out as q, lse [1, rows]. State: maximum and denominator [1, rows], acc [H, rows].
@@ -270,12 +272,12 @@ def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last):
     i, j = _block(pairs)
 
     @pl.when(j == 0)
-    def _():
+    def _() -> None:
         max_1X[...] = jnp.full_like(max_1X, NEG)
         sum_1X[...] = jnp.zeros_like(sum_1X)
         acc_HX[...] = jnp.zeros_like(acc_HX)
 
-    def add(diagonal):
+    def add(diagonal) -> None:
         # Every query sees key 0, so the first block leaves a real maximum behind.
         s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
         top = jnp.maximum(max_1X[...], s.max(0, keepdims=True))
@@ -288,31 +290,33 @@ def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last):
     _on_block(i, j, spec, add)
 
     @pl.when(j == _last_key_block(i, spec, last))
-    def _():
+    def _() -> None:
         out_XH = (acc_HX[...] / sum_1X[...]).T
         out_RTH[...] = out_XH.reshape(out_RTH.shape).astype(out_RTH.dtype)
         lse_1X[...] = max_1X[...] + jnp.log(sum_1X[...])
 
 
-def _last_key_block(i, spec, last):
+def _last_key_block(i, spec, last) -> jax.Array:
     return jnp.minimum(lax.div((i + 1) * spec.queries - 1, spec.keys), last[1])
 
 
-def _weights(s, lse_1X):
+def _weights(s, lse_1X) -> jax.Array:
     """p from the saved log-sum-exp."""
     return jnp.exp(s - lse_1X[...])
 
 
-def _query_gradient_kernel(pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last):
+def _query_gradient_kernel(
+    pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last
+) -> None:
     """As forward; do as q, lse and delta [1, rows]. Result dq as q, state [H, rows]."""
     *words, dq_RTH, acc_HX = refs
     i, j = _block(pairs)
 
     @pl.when(j == 0)
-    def _():
+    def _() -> None:
         acc_HX[...] = jnp.zeros_like(acc_HX)
 
-    def add(diagonal):
+    def add(diagonal) -> None:
         s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
         ds = _weights(s, lse_1X) * (_dot(v_SH[...], _rows(do_RTH), NT) - delta_1X[...])
         acc_HX[...] += _dot(k_SH[...], ds.astype(k_SH.dtype), TN)
@@ -320,22 +324,24 @@ def _query_gradient_kernel(pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *
     _on_block(i, j, spec, add)
 
     @pl.when(j == _last_key_block(i, spec, last))
-    def _():
+    def _() -> None:
         dq_XH = (acc_HX[...] * k_SH.shape[1] ** -0.5).T
         dq_RTH[...] = dq_XH.reshape(dq_RTH.shape).astype(dq_RTH.dtype)
 
 
-def _key_gradients_kernel(pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last):
+def _key_gradients_kernel(
+    pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last
+) -> None:
     """As dq, but the keys stay and the queries pass. Results and state: dk, dv [keys, H]."""
     *words, dk_SH, dv_SH, dk_acc, dv_acc = refs
     i, j = _block(pairs)
 
     @pl.when(i == lax.div(j * spec.keys, spec.queries))
-    def _():
+    def _() -> None:
         dk_acc[...] = jnp.zeros_like(dk_acc)
         dv_acc[...] = jnp.zeros_like(dv_acc)
 
-    def add(diagonal):
+    def add(diagonal) -> None:
         s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
         p = _weights(s, lse_1X)
         dv_acc[...] += _dot(p.astype(do_RTH.dtype), _rows(do_RTH), NN)
@@ -345,6 +351,6 @@ def _key_gradients_kernel(pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *r
     _on_block(i, j, spec, add)
 
     @pl.when(i == last[0])
-    def _():
+    def _() -> None:
         dk_SH[...] = (dk_acc[...] * k_SH.shape[1] ** -0.5).astype(dk_SH.dtype)
         dv_SH[...] = dv_acc[...].astype(dv_SH.dtype)

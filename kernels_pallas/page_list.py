@@ -6,6 +6,7 @@ that is no candidate has LOWEST. See select_pages.py, steps 2 and 3.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,27 +16,27 @@ from kernels_pallas.tuning import LANES
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
-def page_of_lane(g, group, rows):
+def page_of_lane(g, group, rows) -> jax.Array:
     """Logical page of every lane of group g, int32 [group, rows, 128]."""
     shape = (group, rows, LANES)
     block = g * group + lax.broadcasted_iota(jnp.int32, shape, 0)
     return block * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
 
 
-def is_candidate(page, n):
+def is_candidate(page, n) -> jax.Array:
     return (page >= 1) & (page < n - 2)
 
 
-def ordered_key(score):
+def ordered_key(score) -> jax.Array:
     """int32 that compare as the float32 do; both zeros are equal."""
     bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & HIGHEST)
 
 
-def _count(keys_ref, thresholds, num_groups, group):
+def _count(keys_ref, thresholds, num_groups, group) -> list[jax.Array]:
     """Per threshold, how many keys of each head reach it: float32 [rows, 1]."""
 
-    def add(g, totals):
+    def add(g, totals) -> tuple[jax.Array, ...]:
         keys = keys_ref[pl.ds(g * group, group)]
         reached = [jnp.where(keys >= t, 1.0, 0.0).sum(0) for t in thresholds]
         return tuple(total + r for total, r in zip(totals, reached, strict=True))
@@ -45,7 +46,7 @@ def _count(keys_ref, thresholds, num_groups, group):
     return [t.sum(1, keepdims=True) for t in totals]
 
 
-def find_threshold(keys_ref, k, num_groups, undecided, tuning):
+def find_threshold(keys_ref, k, num_groups, undecided, tuning) -> tuple[jax.Array, jax.Array]:
     """The k-th largest key of each head, and how many are above: int32 [rows, 1] both.
 
     threshold = max {t: at least k keys are >= t}, found from its highest bits down. Nothing is
@@ -54,7 +55,7 @@ def find_threshold(keys_ref, k, num_groups, undecided, tuning):
     rows, digit = keys_ref.shape[1], tuning.digit
     wanted = k.astype(jnp.float32)
 
-    def add_digit(i, threshold):
+    def add_digit(i, threshold) -> jax.Array:
         shift = 32 - digit * (i + 1)
         tries = [threshold + lax.shift_left(jnp.int32(m), shift) for m in range(1, 2**digit)]
         counts = _count(keys_ref, tries, num_groups, tuning.group)
@@ -68,7 +69,7 @@ def find_threshold(keys_ref, k, num_groups, undecided, tuning):
     return threshold, jnp.where(k == 0, 0, above.astype(jnp.int32))
 
 
-def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, group):
+def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, group) -> None:
     """Put the chosen pages of each head in a row; room: how many keys equal to the threshold."""
     K, width = list_ref.shape[1:]
     rows = keys_ref.shape[1]
@@ -76,7 +77,7 @@ def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, grou
     upper = (before <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)).astype(jnp.bfloat16)
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
-    def some(g, carry):
+    def some(g, carry) -> tuple[jax.Array, jax.Array]:
         equals, listed = carry
         keys = keys_ref[pl.ds(g * group, group)]
         page = page_of_lane(g, group, rows)
@@ -106,7 +107,7 @@ def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, grou
     lax.fori_loop(0, num_groups, some, (zero, zero))
 
 
-def _ranks(chosen, upper, before):
+def _ranks(chosen, upper, before) -> tuple[jax.Array, jax.Array]:
     """Chosen pages up to and with each lane, after `before` earlier ones; and the new total.
 
     A product of zeros and ones: exact in bfloat16 with sums in float32.
@@ -122,7 +123,7 @@ def _ranks(chosen, upper, before):
     return jnp.stack(out), before
 
 
-def _search(rank, entry):
+def _search(rank, entry) -> jax.Array:
     """Lane of the page that is entry number `entry`: how many lanes have a rank <= entry."""
     at = jnp.zeros(entry.shape, jnp.int32)
     step = LANES // 2
@@ -132,6 +133,6 @@ def _search(rank, entry):
     return at
 
 
-def take(x, lanes):
+def take(x, lanes) -> jax.Array:
     """x at other lanes of the same row."""
     return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")

@@ -29,50 +29,50 @@ class Policy(NamedTuple):
     scores: Callable[..., jax.Array]
 
 
-def page_means(k_BTKH, page):
+def page_means(k_BTKH, page) -> jax.Array:
     """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
     mean = _by_page(k_BTKH, page).astype(jnp.float32).mean(2)
     return mean.astype(k_BTKH.dtype).astype(jnp.float32)
 
 
-def _by_page(k_BTKH, page):
+def _by_page(k_BTKH, page) -> jax.Array:
     """[B, P, C, K, H]; zeros past the end."""
     B, T, K, H = k_BTKH.shape
     keys = jnp.pad(k_BTKH, ((0, 0), (0, -T % page), (0, 0), (0, 0)))
     return keys.reshape(B, -1, page, K, H)
 
 
-def _mean_summary(k_BTKH, page):
+def _mean_summary(k_BTKH, page) -> jax.Array:
     return page_means(k_BTKH, page).swapaxes(1, 2)
 
 
-def _mean_scores(q_BKRtH, landmarks_BKPH, k_BKSH, pos_t, page):
+def _mean_scores(q_BKRtH, landmarks_BKPH, k_BKSH, pos_t, page) -> jax.Array:
     return jnp.einsum("bkth,bkph->bktp", q_BKRtH.mean(2), landmarks_BKPH)
 
 
-def _quest_summary(k_BTKH, page):
+def _quest_summary(k_BTKH, page) -> tuple[jax.Array, jax.Array]:
     keys = _by_page(k_BTKH, page).astype(jnp.float32)
     return keys.min(2).swapaxes(1, 2), keys.max(2).swapaxes(1, 2)
 
 
-def _quest_scores(q_BKRtH, bounds, k_BKSH, pos_t, page):
+def _quest_scores(q_BKRtH, bounds, k_BKSH, pos_t, page) -> jax.Array:
     low_BKPH, high_BKPH = bounds
     q = q_BKRtH.mean(2)
     up = jnp.einsum("bkth,bkph->bktp", jnp.maximum(q, 0), high_BKPH)
     return up + jnp.einsum("bkth,bkph->bktp", jnp.minimum(q, 0), low_BKPH)
 
 
-def _nothing(k_BTKH, page):
+def _nothing(k_BTKH, page) -> tuple[()]:
     return ()
 
 
-def _window_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _window_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> jax.Array:
     B, K, _, t, _ = q_BKRtH.shape
     pages = jnp.arange(_num_pages(k_BKSH, page), dtype=jnp.float32)
     return jnp.broadcast_to(pages, (B, K, t, len(pages)))
 
 
-def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> jax.Array:
     B, K, _, t, _ = q_BKRtH.shape
     pages, heads = jnp.arange(_num_pages(k_BKSH, page)), jnp.arange(K)
     x = _mix(
@@ -83,14 +83,14 @@ def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
     return jnp.broadcast_to((x >> 8).astype(jnp.float32), (B, *x.shape))
 
 
-def _mix(x):
+def _mix(x) -> jax.Array:
     """A permutation of 32-bit numbers that spreads every bit (lowbias32)."""
     x = (x ^ x >> 16) * 0x7FEB352D
     x = (x ^ x >> 15) * jnp.uint32(0x846CA68B)
     return x ^ x >> 16
 
 
-def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> jax.Array:
     B, K, R, t, H = q_BKRtH.shape
     S = k_BKSH.shape[2]
     s = jnp.einsum("bkrth,bksh->bkrts", q_BKRtH, k_BKSH.astype(jnp.float32)) * H**-0.5
@@ -98,7 +98,7 @@ def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
     return jnp.pad(p, ((0, 0),) * 3 + ((0, -S % page),)).reshape(B, K, t, -1, page).sum(-1)
 
 
-def _num_pages(k_BKSH, page):
+def _num_pages(k_BKSH, page) -> int:
     return -(-k_BKSH.shape[2] // page)
 
 

@@ -16,6 +16,7 @@ head's group. See common/oracles/sparse_attention.py for the same rules in float
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ QUERY_BLOCK = 256
 HEAD_ELEMENTS = 2**24
 
 
-def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
+def select_pages(
+    q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected
+) -> tuple[jax.Array, jax.Array]:
     """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
 
     q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
@@ -49,7 +52,7 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
     return jnp.where(used, physical, 0), count_B
 
 
-def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
+def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP) -> jax.Array:
     """Score [B, K, P] of each page: its landmark times the mean query of the group, in float32."""
     B, _, H = q_BNH.shape
     M, K = landmarks_LMKH.shape[1], math.prod(landmarks_LMKH.shape[2:]) // H
@@ -57,7 +60,7 @@ def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
     rows = landmarks_LMKH.reshape(-1, H)
     q_XH = q_BNH.reshape(B * K, -1, H).astype(jnp.float32).mean(1)
 
-    def score(i):
+    def score(i) -> jax.Array:
         ids_P = (page_table_BP[i // K] + layer * M) * K + i % K
         landmarks_PH = rows.at[ids_P].get(mode="promise_in_bounds")
         return landmarks_PH.astype(jnp.float32) @ q_XH[i]
@@ -66,7 +69,7 @@ def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
     return scores_XP.reshape(B, K, P)
 
 
-def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
+def top_pages(scores_BKP, num_pages_B, k_B, max_selected) -> tuple[jax.Array, jax.Array]:
     """Sorted logical page ids [B, K, max_selected] (unused entries = P) and how many are used."""
     B, K, P = scores_BKP.shape
     pages, n = jnp.arange(P), num_pages_B[:, None, None]
@@ -86,7 +89,9 @@ def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
     return listed, jnp.minimum(k_B + NUM_RESERVED, num_pages_B)
 
 
-def sparse_decode(q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B):
+def sparse_decode(
+    q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B
+) -> tuple[jax.Array, jax.Array]:
     """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
 
     out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
@@ -106,10 +111,10 @@ def sparse_decode(q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B):
     q_XH = q_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B * K, -1, H)
     query = jnp.repeat(jnp.arange(T), N // K)
 
-    def read(rows):
+    def read(rows) -> jax.Array:
         return pool.at[rows].get(mode="promise_in_bounds").reshape(-1, H).astype(jnp.float32)
 
-    def attend(i):
+    def attend(i) -> tuple[jax.Array, jax.Array]:
         b, k = i // K, i % K
         ids_J = page_ids[b] if page_ids.ndim == 2 else page_ids[b, k]
         ids_J = 2 * (ids_J + (layer * K + k) * M)
@@ -123,7 +128,7 @@ def sparse_decode(q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B):
         value = jnp.where((index < length_B[b])[:, None], read(tail + 1), 0)
         state = _attend_more(_nothing(q), q, read(tail), value, index < limit[:, None])
 
-        def chunk(state):
+        def chunk(state) -> tuple[Any, ...]:
             j, *state = state
             rows = lax.dynamic_slice_in_dim(full_J, j * step, step)
             index = j * step * C + jnp.arange(step * C)
@@ -142,13 +147,15 @@ def sparse_decode(q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B):
     return out.astype(q_BTNH.dtype), lse
 
 
-def _nothing(q_XH):
+def _nothing(q_XH) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Online-softmax state before the first key: (max, denominator, weighted sum of values)."""
     rows = q_XH.shape[0]
     return jnp.full(rows, NEG), jnp.zeros(rows), jnp.zeros(q_XH.shape)
 
 
-def _attend_more(state, q_XH, key_SH, value_SH, visible_XS):
+def _attend_more(
+    state, q_XH, key_SH, value_SH, visible_XS
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The state after further keys; invisible ones have weight 0."""
     m, denom, acc = state
     s = jnp.where(visible_XS, q_XH @ key_SH.T, NEG)
@@ -158,7 +165,7 @@ def _attend_more(state, q_XH, key_SH, value_SH, visible_XS):
     return m_new, denom * scale + p.sum(-1), acc * scale[:, None] + p @ value_SH
 
 
-def _rows_per_step(bytes_per_row):
+def _rows_per_step(bytes_per_row) -> int | None:
     """Rows handled together in a loop: one if it fills the cache, several if rows are tiny."""
     rows = min(32, GATHER_BYTES // max(bytes_per_row, 1))
     return rows if rows > 1 else None
@@ -166,7 +173,7 @@ def _rows_per_step(bytes_per_row):
 
 def append_kv(
     kv_pages_LKM, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
-):
+) -> tuple[jax.Array, jax.Array]:
     """Write T new tokens per row at positions start .. start + num_new - 1, in place under jit.
 
     Tokens past num_new_B, or past the page table, go to the null page. A page whose last token is
@@ -199,7 +206,7 @@ def append_kv(
 def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
     policy="mean",
-):  # fmt: skip
+) -> jax.Array:  # fmt: skip
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
@@ -222,14 +229,14 @@ def flash_prefill(
         stop = min(start + length, T)
         keys, values = k_BKSH[:, :, :stop], v_BKSH[:, :, :stop]
 
-        def block(first, q_BtNH, keys=keys, values=values):
+        def block(first, q_BtNH, keys=keys, values=values) -> jax.Array:
             return _attend_block(first, q_BtNH, keys, values, replay)
 
         out.append(_map_queries(jax.checkpoint(block), start, q_BTNH[:, start:stop], chunk))
     return jnp.concatenate(out, 1)
 
 
-def _map_queries(block, start, q_BtNH, chunk):
+def _map_queries(block, start, q_BtNH, chunk) -> jax.Array:
     """block(position of the first query, queries), in blocks of at most `chunk` queries."""
     B, t, N, H = q_BtNH.shape
     if t <= chunk:
@@ -242,7 +249,7 @@ def _map_queries(block, start, q_BtNH, chunk):
     return out.swapaxes(0, 1).reshape(B, t + pad, N, H)[:, :t]
 
 
-def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
+def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> jax.Array:
     """Attention of queries first, first + 1, ... over the given keys, causal or by pages."""
     B, t, N, H = q_BtNH.shape
     K, S = k_BKSH.shape[1:3]
@@ -259,7 +266,7 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
     return out.reshape(B, K, -1, t, H).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
 
-def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page):
+def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page) -> jax.Array:
     """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
     num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
@@ -271,7 +278,7 @@ def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, 
     return jnp.repeat(pages, page, -1)[..., :num_keys]
 
 
-def page_mask(scores_BKtP, num_pages_t, budget_t):
+def page_mask(scores_BKtP, num_pages_t, budget_t) -> jax.Array:
     """Pages each query reads, bool [B, K, t, P]: reserved ones and the top-k of the others."""
     P = scores_BKtP.shape[-1]
     pages, n, k = jnp.arange(P), num_pages_t[:, None], budget_t[:, None]
@@ -286,13 +293,13 @@ def page_mask(scores_BKtP, num_pages_t, budget_t):
     return chosen | reserved
 
 
-def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
+def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0) -> tuple[jax.Array, jax.Array]:
     """Log-prob of each token and entropy of its distribution, softmax(head hidden / temperature).
 
     Float32, in nats, differentiable; blocks of tokens, so that nothing of size [X, V] exists.
     """
 
-    def block(hidden_cD, token_c):
+    def block(hidden_cD, token_c) -> tuple[jax.Array, jax.Array]:
         logp = jax.nn.log_softmax(_logits(hidden_cD, head_VD) / temperature)
         entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
         return jnp.take_along_axis(logp, token_c[:, None], -1)[:, 0], entropy
@@ -300,10 +307,12 @@ def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
     return _blocks(block, head_VD.shape[0], hidden_XD, token_X)
 
 
-def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0):
+def acceptance_overlap(
+    hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0
+) -> tuple[jax.Array, jax.Array]:
     """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
 
-    def block(dense_cD, sparse_cD, token_c):
+    def block(dense_cD, sparse_cD, token_c) -> tuple[jax.Array, jax.Array]:
         p_dense = jax.nn.softmax(_logits(dense_cD, head_VD) / temperature)
         logp_sparse = jax.nn.log_softmax(_logits(sparse_cD, head_VD) / temperature)
         alpha = jnp.minimum(p_dense, jnp.exp(logp_sparse)).sum(-1)
@@ -312,10 +321,12 @@ def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, t
     return _blocks(block, head_VD.shape[0], hidden_dense_XD, hidden_sparse_XD, token_X)
 
 
-def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20):
+def topk_overlap(
+    hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20
+) -> jax.Array:
     """Lower bound of alpha: sum of min(p_dense, p_sparse) over the tokens in both top lists."""
 
-    def block(dense_cD, sparse_cD):
+    def block(dense_cD, sparse_cD) -> jax.Array:
         lists = (
             lax.top_k(jax.nn.log_softmax(_logits(x, head_VD) / temperature), top)
             for x in (dense_cD, sparse_cD)
@@ -328,11 +339,11 @@ def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0,
     return _blocks(block, head_VD.shape[0], hidden_dense_XD, hidden_sparse_XD)
 
 
-def _logits(hidden_XD, head_VD):
+def _logits(hidden_XD, head_VD) -> jax.Array:
     return jnp.einsum("xd,vd->xv", hidden_XD, head_VD, preferred_element_type=jnp.float32)
 
 
-def _blocks(f, vocab, *arrays):
+def _blocks(f, vocab, *arrays) -> Any:
     """Apply f to blocks of at most HEAD_ELEMENTS / V rows, recomputed in the backward pass."""
     num = arrays[0].shape[0]
     size = max(1, min(num, HEAD_ELEMENTS // vocab))

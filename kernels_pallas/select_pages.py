@@ -30,6 +30,7 @@ list (44 KiB); SMEM 2 x 4 P, the table of this and the next row (20 KiB), 8 P / 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def select_pages(
     max_selected,
     tuning=None,
     interpret=None,
-):
+) -> tuple[jax.Array, jax.Array]:
     """Physical pages that each (sequence, KV head) reads; see reference.select_pages.
 
     landmarks_LMKH: as in the reference, or as stored. tuning: a SelectTuning. interpret: None =
@@ -88,11 +89,11 @@ def select_pages(
     return page_ids_BKJ[:, :, :max_selected], taken_B + jnp.minimum(num_pages_B, NUM_RESERVED)
 
 
-def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret):
+def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret) -> Callable[..., jax.Array]:
     """The kernel: (layer, pages, k, table, runs, table, queries, landmarks) -> list."""
     B, blocks = queries.shape[0], padded // LANES
 
-    def row(*shape, space=pltpu.VMEM):
+    def row(*shape, space=pltpu.VMEM) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0), memory_space=space)
 
     return pl.pallas_call(
@@ -123,7 +124,7 @@ def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret):
     )
 
 
-def _pack_queries(q_BKH, dtype, width):
+def _pack_queries(q_BKH, dtype, width) -> jax.Array:
     """[B, parts x max(K, 8), W]: query of head h in the lanes of its landmarks; float32 in parts.
 
     Three bfloat16 numbers sum to a float32 exactly. reduce_precision: unlike a pair of casts, XLA
@@ -143,7 +144,7 @@ def _pack_queries(q_BKH, dtype, width):
     return jnp.concatenate(parts, 1).astype(dtype)
 
 
-def _rows_of_lanes(landmarks_LMKH, head_dim):
+def _rows_of_lanes(landmarks_LMKH, head_dim) -> jax.Array:
     """The landmarks in the form in which they are stored, [L, M, R, 128] if heads fill the rows."""
     L, M, rows, lanes = landmarks_LMKH.shape
     if lanes == head_dim < LANES and LANES % head_dim == 0 and rows * head_dim % LANES == 0:
@@ -151,7 +152,7 @@ def _rows_of_lanes(landmarks_LMKH, head_dim):
     return landmarks_LMKH
 
 
-def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected, tuning):
+def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected, tuning) -> None:
     B, N, H = q_BNH.shape
     _, _, rows, lanes = landmarks_LMKH.shape
     if lanes % H or N % (rows * lanes // H):
@@ -174,14 +175,14 @@ def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected,
         )
 
 
-def _prepare_table(page_table_BP, num_pages_B, padded):
+def _prepare_table(page_table_BP, num_pages_B, padded) -> jax.Array:
     """The table with the row's first page in place of its padding: real pages, which get no use."""
     used = jnp.arange(page_table_BP.shape[1]) < num_pages_B[:, None]
     table_BP = jnp.where(used, page_table_BP, page_table_BP[:, :1]).astype(jnp.int32)
     return jnp.pad(table_BP, ((0, 0), (0, padded - table_BP.shape[1])), mode="edge")
 
 
-def _runs(table_BP, num_pages_B, unit, num_physical):
+def _runs(table_BP, num_pages_B, unit, num_physical) -> jax.Array:
     """First page of each unit whose pages follow one another in the pool, else -1: [B, units].
 
     Pages past the row's last need not: any page may be read in their place that exists.
@@ -210,14 +211,14 @@ def _kernel(
     sem,  # [ring] DMA semaphores, one per buffer
     *,
     tuning,
-):
+) -> None:
     b, group = pl.program_id(0), tuning.group
     n, k = num_pages_ref[b], k_ref[b]
     num_groups = pl.cdiv(n, group * LANES)
     undecided = (k > 0) & (k < n - NUM_RESERVED)
     num_units = pl.cdiv(jnp.where(undecided, n - 2, 0), tuning.unit)
 
-    def clear(g, _):
+    def clear(g, _) -> int:
         """Every candidate with the same score, which is right where no score is needed."""
         page = page_list.page_of_lane(g, group, keys_ref.shape[1])
         candidate = page_list.is_candidate(page, n)
@@ -228,11 +229,11 @@ def _kernel(
     landmarks = landmarks_ref.at[layer_ref[0]]
     fetch = functools.partial(_fetch, landmarks, table_ref, runs_ref, buffer_ref, sem)
 
-    def first(unit, _):
+    def first(unit, _) -> int:
         fetch(unit)
         return 0
 
-    def score(unit, _, more):
+    def score(unit, _, more) -> int:
         _wait(unit, buffer_ref, sem)
         pages = buffer_ref[_slot(unit, tuning.ring)]  # loads are not moved across DMAs: before them
         if more:
@@ -249,33 +250,33 @@ def _kernel(
     page_list.write_list(list_ref, keys_ref, ids_ref, threshold, k - above, n, num_groups, group)
 
 
-def _slot(unit, ring):
+def _slot(unit, ring) -> jax.Array:
     return unit & (ring - 1)
 
 
-def _fetch(landmarks_MRW, table_ref, runs_ref, buffer_ref, sem, unit):
+def _fetch(landmarks_MRW, table_ref, runs_ref, buffer_ref, sem, unit) -> None:
     ring, pages = buffer_ref.shape[:2]
     slot, first = _slot(unit, ring), runs_ref[0, 0, unit]
 
     @pl.when(first >= 0)
-    def _():
+    def _() -> None:
         run = landmarks_MRW.at[pl.ds(first, pages)]
         pltpu.make_async_copy(run, buffer_ref.at[slot], sem.at[slot]).start()
 
     @pl.when(first < 0)
-    def _():
+    def _() -> None:
         for i in range(pages):
             page = landmarks_MRW.at[table_ref[0, 0, unit * pages + i]]
             pltpu.make_async_copy(page, buffer_ref.at[slot, i], sem.at[slot]).start()
 
 
-def _wait(unit, buffer_ref, sem):
+def _wait(unit, buffer_ref, sem) -> None:
     """Wait for the bytes of all pages of a unit."""
     slot = _slot(unit, buffer_ref.shape[0])
     pltpu.make_async_copy(buffer_ref.at[slot], buffer_ref.at[slot], sem.at[slot]).wait()
 
 
-def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads):
+def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads) -> None:
     """The keys of a unit, each put into the lane of its page."""
     num, R, W = pages_uRW.shape
     rows = keys_ref.shape[1]
@@ -297,7 +298,7 @@ def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads):
     keys_ref[block] = jnp.where((place >= 0) & (place < num), key, keys_ref[block])
 
 
-def _take_from(x, at):
+def _take_from(x, at) -> jax.Array:
     """x[r, at[r, l]] of a wide x, by rows of 128 lanes; anything where `at` is outside."""
     out = jnp.zeros(at.shape, x.dtype)
     for first in range(0, x.shape[1], LANES):

@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ def sparse_decode(
     tuning: DecodeTuning | None = None,
     chip: str | None = None,
     interpret=None,
-):
+) -> tuple[jax.Array, jax.Array]:
     """As reference.sparse_decode: out_BTNH in q's type and lse_BTN in float32.
 
     page_ids: [B, K, J] selected pages, or [B, P] the page table itself (dense decode; no list is
@@ -91,7 +93,7 @@ def sparse_decode(
     return out.swapaxes(1, 2).reshape(B, T, N, H), lse.swapaxes(1, 2).reshape(B, T, N)
 
 
-def _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret):
+def _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret) -> None:
     B, _, N, H = q_BTNH.shape
     K = kv_pages_LKM.shape[1]
     if H not in (64, 128):
@@ -106,7 +108,7 @@ def _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret):
         raise ValueError(f"{C=}: expected a multiple of {MIN_LINES * LANES // H} at head dim {H}")
 
 
-def _pack_queries(q_BTNH, cache_dtype, shape: DecodeShape):
+def _pack_queries(q_BTNH, cache_dtype, shape: DecodeShape) -> jax.Array:
     """[B, K, fold X, W]: X = T R queries padded to sublanes, once per token of a line."""
     B, T, N, H = q_BTNH.shape
     if jnp.dtype(cache_dtype).itemsize > 1:
@@ -120,14 +122,14 @@ def _pack_queries(q_BTNH, cache_dtype, shape: DecodeShape):
     return jnp.concatenate([jnp.concatenate([q, none], -1), jnp.concatenate([none, q], -1)], 2)
 
 
-def _scale_lines(scales_KM2):
+def _scale_lines(scales_KM2) -> jax.Array:
     """[K, ceil(M / 64), 128]: the two scales of 64 pages in a line."""
     K, M, _ = scales_KM2.shape
     padded = jnp.pad(scales_KM2, ((0, 0), (0, -M % SCALED_PAGES), (0, 0)))
     return padded.reshape(K, -1, LANES)
 
 
-def _build(shape: DecodeShape, operands, out_dtype, interpret):
+def _build(shape: DecodeShape, operands, out_dtype, interpret) -> Callable[..., list[jax.Array]]:
     """The pallas_call for these shapes."""
     q, ids, scales, pool = operands
     B, K, rows, _ = q.shape
@@ -135,10 +137,10 @@ def _build(shape: DecodeShape, operands, out_dtype, interpret):
     listed = min(2, B)
     dense, width = ids.shape[1] == 1 and K > 1, ids.shape[-1]
 
-    def lists(k, b, *_):
+    def lists(k, b, *_) -> tuple[Any, ...]:
         return jnp.minimum(b, B - listed), 0 if dense else k, 0, 0
 
-    def own(k, b, *_):
+    def own(k, b, *_) -> tuple[Any, ...]:
         return b, k, 0, 0
 
     window = tuple(map(pl.Element, (listed, 1, 1, width)))
@@ -199,7 +201,7 @@ def _kernel(
     block_scales_refs,  # [] or [VMEM [P, W]]: scales of the block's pages in lanes 0 and 1
     *,
     shape: DecodeShape,
-):
+) -> None:
     k, b, num_rows = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     P, ring, ahead = shape.block, shape.ring, shape.ring - 1
     first = (layer_ref[0] * shape.num_heads + k) * shape.num_pages
@@ -213,7 +215,7 @@ def _kernel(
     next_pages = jnp.where(has_next, _ceil_div(next_length, shape.page), 0)
     blocks = _ceil_div(pages, P)
 
-    def source(v):
+    def source(v) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Block v of this row, or v - blocks of the next: (its list, first entry, pages)."""
         mine = v < blocks
         first = jnp.where(mine, v, v - blocks) * P
@@ -221,23 +223,23 @@ def _kernel(
         return jnp.where(mine, row, jnp.minimum(row + 1, last_list)), first, count
 
     @pl.when(b == 0)
-    def _():
+    def _() -> None:
         ring_ref[0] = 0
 
     base = ring_ref[0]  # block v lies in buffer (base + v) % ring
 
-    def copy(page, slot, odd, j):
+    def copy(page, slot, odd, j) -> Any:
         return _page_copy(pool.at[page], buf_refs, slot, odd, j, sem_ref)
 
-    def start_block(v, slot, odd):
+    def start_block(v, slot, odd) -> None:
         listed, first, count = source(v)
 
         @pl.loop(0, count)
-        def _(j):
+        def _(j) -> None:
             copy(_page_id(ids_ref.at[listed, 0, 0], first + j), slot, odd, j).start()
 
     @pl.loop(0, ring // 2)  # what the row before has not started: all, or what follows a short row
-    def _(pair):
+    def _(pair) -> None:
         for odd in (0, 1):
             slot = 2 * pair + odd
             v = lax.rem(slot + ring - base, ring)
@@ -251,7 +253,7 @@ def _kernel(
     clear = lax.div(jnp.minimum(start + 1, length), shape.block_tokens)
     limits = start, length
 
-    def attend(i, slot, odd, masked):
+    def attend(i, slot, odd, masked) -> None:
         scales = None
         if scales_refs:
             count = jnp.minimum(pages - i * P, P)
@@ -262,13 +264,13 @@ def _kernel(
         buf_ref, seen = _buffer(buf_refs, slot, odd), limits if masked else None
         decode_block.attend(i, q_ref[0, 0], buf_ref, state, seen, scales, shape)
 
-    def step(i, slot, odd):
+    def step(i, slot, odd) -> None:
         after = lax.rem(slot + ahead, ring)
         listed, first, count = source(i + ahead)
         hot = (i < clear) & (count == P)
 
         @pl.when(hot)
-        def _():
+        def _() -> None:
             _wait(_buffer(buf_refs, slot, odd), sem_ref.at[slot])
             ids = ids_ref.at[listed, 0, 0, pl.ds(first, P)]
             for j in range(P):
@@ -276,17 +278,17 @@ def _kernel(
             attend(i, slot, odd, False)
 
         @pl.when(jnp.logical_not(hot))
-        def _():
+        def _() -> None:
             start_block(i + ahead, after, 1 - odd)
 
             @pl.loop(0, jnp.minimum(pages - i * P, P))
-            def _(j):
+            def _(j) -> None:
                 _wait(_buffer(buf_refs, slot, odd).at[j], sem_ref.at[slot])
 
             attend(i, slot, odd, True)
 
     @pl.loop(0, blocks)
-    def _(i):
+    def _(i) -> None:
         slot = lax.rem(base + i, ring)
         for odd in (0, 1):
             pl.when(lax.rem(slot, 2) == odd)(functools.partial(step, i, slot, odd))
@@ -295,24 +297,24 @@ def _kernel(
     decode_block.finish(state, out_ref, lse_ref, shape)
 
 
-def _ceil_div(a, b):
+def _ceil_div(a, b) -> jax.Array:
     return lax.div(a + b - 1, b)
 
 
-def _page_id(ids_ref, j):
+def _page_id(ids_ref, j) -> jax.Array:
     return ids_ref[j]
 
 
-def _buffer(buf_refs, slot, odd):
+def _buffer(buf_refs, slot, odd) -> Any:
     """Buffer `slot`, whose parity is known when this is traced: copies into one half of the ring
     and products from the other are then independent for the compiler, and run side by side."""
     return buf_refs[odd].at[lax.div(slot, 2)]
 
 
-def _page_copy(page_ref, buf_refs, slot, odd, j, sem_ref):
+def _page_copy(page_ref, buf_refs, slot, odd, j, sem_ref) -> Any:
     return pltpu.make_async_copy(page_ref, _buffer(buf_refs, slot, odd).at[j], sem_ref.at[slot])
 
 
-def _wait(buf_ref, sem_ref):
+def _wait(buf_ref, sem_ref) -> None:
     """Wait until as many bytes have come as buf_ref holds."""
     pltpu.make_async_copy(buf_ref, buf_ref, sem_ref).wait()

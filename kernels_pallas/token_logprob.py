@@ -21,6 +21,7 @@ not be multiples of the blocks.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.tuning import tune_head
+from kernels_pallas.tuning import HeadTuning, tune_head
 
 NEG = -1e30
 CHUNK = 256
@@ -40,7 +41,7 @@ TN = (((0,), (0,)), ((), ()))
 
 def token_logprob(
     hidden_XD, head_VD, token_X, *, temperature=1.0, interpret=None, tuning=None
-):  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """As reference.token_logprob: (log-prob of each token, entropy) in float32, in nats.
 
     Differentiable in hidden_XD and head_VD; the temperature is a constant. tuning: a
@@ -58,7 +59,7 @@ def token_logprob(
 def acceptance_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0, interpret=None,
     tuning=None,
-):  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """As reference.acceptance_overlap: (alpha, log p_sparse of each token). No gradient.
 
     Three passes over the vocabulary: the two normalisers, then the sum of minima.
@@ -76,7 +77,7 @@ def acceptance_overlap(
     return alpha.reshape(-1)[:X], logp.reshape(-1)[:X]
 
 
-def _check(head_VD, token_X, *hidden):
+def _check(head_VD, token_X, *hidden) -> None:
     for hidden_XD in hidden:
         if hidden_XD.shape != (*token_X.shape, head_VD.shape[1]):
             raise ValueError(
@@ -89,33 +90,35 @@ def _check(head_VD, token_X, *hidden):
             )
 
 
-def _tuning(hidden_XD, head_VD):
+def _tuning(hidden_XD, head_VD) -> HeadTuning:
     (X, D), V = hidden_XD.shape, head_VD.shape[0]
     return tune_head(hidden_XD.dtype, X, V, D, CHUNK)
 
 
-def _pad(x, token_X, *hidden):
+def _pad(x, token_X, *hidden) -> tuple[jax.Array, ...]:
     """Rows of zeros up to a multiple of the block; tokens as [X / c, 1, c], chunks of lanes."""
     pad = -len(token_X) % x
     token_X1c = jnp.pad(token_X.astype(jnp.int32), (0, pad)).reshape(-1, 1, min(CHUNK, x))
     return *(jnp.pad(h, ((0, pad), (0, 0))) for h in hidden), token_X1c
 
 
-def _scale(temperature):
+def _scale(temperature) -> jax.Array:
     return (1 / lax.stop_gradient(jnp.asarray(temperature, jnp.float32))).reshape(1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _logprob(hidden_XD, head_VD, token_X1c, scale, blocks, interpret):
+def _logprob(
+    hidden_XD, head_VD, token_X1c, scale, blocks, interpret
+) -> tuple[jax.Array, jax.Array]:
     return _forward(hidden_XD, head_VD, token_X1c, scale, blocks, interpret)[:2]
 
 
-def _logprob_fwd(hidden_XD, head_VD, token_X1c, scale, blocks, interpret):
+def _logprob_fwd(hidden_XD, head_VD, token_X1c, scale, blocks, interpret) -> tuple[Any, Any]:
     logp, *rest = _forward(hidden_XD, head_VD, token_X1c, scale, blocks, interpret)
     return (logp, rest[0]), (hidden_XD, head_VD, token_X1c, scale, *rest)
 
 
-def _logprob_bwd(blocks, interpret, saved, gradients):
+def _logprob_bwd(blocks, interpret, saved, gradients) -> tuple[jax.Array, jax.Array, None, None]:
     hidden_XD, head_VD, token_X1c, scale, entropy, lse = saved
     rows = (token_X1c, lse, entropy, *gradients)
     args = scale, hidden_XD, head_VD, rows, blocks, interpret
@@ -126,7 +129,7 @@ def _logprob_bwd(blocks, interpret, saved, gradients):
 _logprob.defvjp(_logprob_fwd, _logprob_bwd)
 
 
-def _forward(hidden_XD, head_VD, token_X1c, scale, blocks, interpret):
+def _forward(hidden_XD, head_VD, token_X1c, scale, blocks, interpret) -> list[jax.Array]:
     """Log-prob, entropy and log-sum-exp, each [X / c, 1, c]."""
     scratch = [pltpu.VMEM((blocks[0] // token_X1c.shape[2], *token_X1c.shape[1:]), jnp.float32)] * 4
     out = [("row", jax.ShapeDtypeStruct(token_X1c.shape, jnp.float32))] * 3
@@ -135,7 +138,7 @@ def _forward(hidden_XD, head_VD, token_X1c, scale, blocks, interpret):
     )
 
 
-def _overlap(dense, sparse, head_VD, lse_dense, lse_sparse, scale, blocks, interpret):
+def _overlap(dense, sparse, head_VD, lse_dense, lse_sparse, scale, blocks, interpret) -> jax.Array:
     out = [("row", jax.ShapeDtypeStruct(lse_dense.shape, jnp.float32))]
     rows = (lse_dense, lse_sparse)
     return _call(
@@ -143,7 +146,7 @@ def _overlap(dense, sparse, head_VD, lse_dense, lse_sparse, scale, blocks, inter
     )[0]
 
 
-def _gradient(kind, scale, hidden_XD, head_VD, rows, blocks, interpret):
+def _gradient(kind, scale, hidden_XD, head_VD, rows, blocks, interpret) -> jax.Array:
     """Gradient of the hidden states or of the head, in their type."""
     of_head = kind == "head"
     kernel, like = (_head_kernel, head_VD) if of_head else (_hidden_kernel, hidden_XD)
@@ -156,13 +159,13 @@ def _gradient(kind, scale, hidden_XD, head_VD, rows, blocks, interpret):
 
 def _call(
     kernel, scale, hidden, head_VD, rows, out, scratch, blocks, interpret, head_outside=False
-):
+) -> list[jax.Array]:
     """Run a kernel over (X / x, V / v), or (V / v, X / x) for the gradient of the head."""
     (X, D), (x, v), V, c = hidden[0].shape, blocks, head_VD.shape[0], rows[0].shape[2]
     grid = X // x, pl.cdiv(V, v)
 
-    def spec(shape, index):
-        def at(a, b, scale):
+    def spec(shape, index) -> pl.BlockSpec:
+        def at(a, b, scale) -> tuple[Any, ...]:
             return index(b, a) if head_outside else index(a, b)
 
         return pl.BlockSpec(shape, at)
@@ -198,16 +201,16 @@ def _forward_kernel(
     logp, entropy, lse,  # VMEM [x / c, 1, c], written at the last block of the vocabulary
     m, denom, moment, picked,  # VMEM [x / c, 1, c]: max, sum e^z, sum z e^z, s of the token
     *, V,
-):  # fmt: skip
+) -> None:  # fmt: skip
     j, last = pl.program_id(1), pl.num_programs(1) - 1
 
     @pl.when(j == 0)
-    def _():
+    def _() -> None:
         m[...] = jnp.full_like(m, NEG)
         for ref in (denom, moment, picked):
             ref[...] = jnp.zeros_like(ref)
 
-    def add(i, tokens, vocabs):
+    def add(i, tokens, vocabs) -> None:
         s = _logits(head[vocabs], hidden[tokens], scale[0])
         vocab = _vocab(j * head.shape[0] + vocabs.start, s.shape)
         s = jnp.where(vocab < V, s, NEG)
@@ -223,7 +226,7 @@ def _forward_kernel(
     _each_chunk(hidden, head, token, add)
 
     @pl.when(j == last)
-    def _():
+    def _() -> None:
         log_denom = jnp.log(denom[...])
         lse[...] = m[...] + log_denom
         logp[...] = picked[...] - m[...] - log_denom
@@ -237,14 +240,14 @@ def _overlap_kernel(
     lse_dense, lse_sparse,  # VMEM [x / c, 1, c]
     alpha,  # VMEM [x / c, 1, c], the running sum
     *, V,
-):  # fmt: skip
+) -> None:  # fmt: skip
     j = pl.program_id(1)
 
     @pl.when(j == 0)
-    def _():
+    def _() -> None:
         alpha[...] = jnp.zeros_like(alpha)
 
-    def add(i, tokens, vocabs):
+    def add(i, tokens, vocabs) -> None:
         logp_dense = _logits(head[vocabs], dense[tokens], scale[0]) - lse_dense[i]
         logp_sparse = _logits(head[vocabs], sparse[tokens], scale[0]) - lse_sparse[i]
         p = jnp.exp(jnp.minimum(logp_dense, logp_sparse))  # the smaller log has the smaller p
@@ -262,19 +265,19 @@ def _hidden_kernel(
     out,  # VMEM [x, D], written at the last block of the vocabulary
     total,  # VMEM [x, D] float32
     *, V,
-):  # fmt: skip
+) -> None:  # fmt: skip
     rows = token, lse, entropy, d_logp, d_entropy
     j, last = pl.program_id(1), pl.num_programs(1) - 1
 
     @pl.when(j == 0)
-    def _():
+    def _() -> None:
         total[...] = jnp.zeros_like(total)
 
     @pl.when(j == last)
-    def _():
+    def _() -> None:
         _clear_tail(head, V)
 
-    def add(i, tokens, vocabs):
+    def add(i, tokens, vocabs) -> None:
         first = j * head.shape[0] + vocabs.start
         d_vx = _d_logits(head[vocabs], hidden[tokens], scale[0], rows, i, first, V)
         total[tokens] += _dot(d_vx.astype(head.dtype), head[vocabs], TN)  # rounded for the MXU
@@ -282,7 +285,7 @@ def _hidden_kernel(
     _each_chunk(hidden, head, token, add)
 
     @pl.when(j == last)
-    def _():
+    def _() -> None:
         out[...] = total[...].astype(out.dtype)
 
 
@@ -294,15 +297,15 @@ def _head_kernel(
     out,  # VMEM [v, D], written at the last block of tokens
     total,  # VMEM [v, D] float32
     *, V,
-):  # fmt: skip
+) -> None:  # fmt: skip
     rows = token, lse, entropy, d_logp, d_entropy
     j, block, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
 
     @pl.when(block == 0)
-    def _():
+    def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    def add(i, tokens, vocabs):
+    def add(i, tokens, vocabs) -> None:
         first = j * head.shape[0] + vocabs.start
         d_vx = _d_logits(head[vocabs], hidden[tokens], scale[0], rows, i, first, V)
         total[vocabs] += _dot(d_vx.astype(hidden.dtype), hidden[tokens], NN)  # rounded for the MXU
@@ -310,11 +313,11 @@ def _head_kernel(
     _each_chunk(hidden, head, token, add)
 
     @pl.when(block == last)
-    def _():
+    def _() -> None:
         out[...] = total[...].astype(out.dtype)
 
 
-def _each_chunk(hidden, head, row, add):
+def _each_chunk(hidden, head, row, add) -> None:
     """add(i, tokens, vocabs) for all chunks of c tokens and c rows of the head.
 
     A loop keeps the program small: one product of whole blocks is unrolled into 16,000 bundles.
@@ -322,7 +325,7 @@ def _each_chunk(hidden, head, row, add):
     (num, _, c), v = row.shape, head.shape[0]
     c_vocab = min(c, v)
 
-    def visit(t, _):
+    def visit(t, _) -> int:
         i, k = lax.div(t, v // c_vocab), lax.rem(t, v // c_vocab)
         add(i, _slice(i, c), _slice(k, c_vocab))
         return 0
@@ -330,35 +333,35 @@ def _each_chunk(hidden, head, row, add):
     lax.fori_loop(0, num * (v // c_vocab), visit, 0)
 
 
-def _slice(i, size):
+def _slice(i, size) -> Any:
     return pl.ds(pl.multiple_of(i * size, size), size)
 
 
-def _dot(a, b, dims):
+def _dot(a, b, dims) -> jax.Array:
     """Product with float32 sums: exact float32 for float32, one MXU pass for bfloat16."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _logits(head_vD, hidden_xD, scale):
+def _logits(head_vD, hidden_xD, scale) -> jax.Array:
     return _dot(head_vD, hidden_xD, NT) * scale
 
 
-def _vocab(first, shape):
+def _vocab(first, shape) -> jax.Array:
     """Token ids first, first + 1, ... down the rows of a chunk [v, x]."""
     return first + lax.broadcasted_iota(jnp.int32, shape, 0)
 
 
-def _rescale(m, m_new):
+def _rescale(m, m_new) -> tuple[jax.Array, jax.Array]:
     """Factor of the old sums, and what their z gains."""
     return jnp.exp(m - m_new), m - m_new
 
 
-def _sum(values_vx):
+def _sum(values_vx) -> jax.Array:
     return values_vx.sum(0, keepdims=True)
 
 
-def _d_logits(head_vD, hidden_xD, scale, rows, i, first, V):
+def _d_logits(head_vD, hidden_xD, scale, rows, i, first, V) -> jax.Array:
     """Gradient of head . hidden, [v, x], for chunk i of tokens; rows past the vocabulary are 0."""
     token, lse, entropy, d_logp, d_entropy = (row[i] for row in rows)
     logp = _logits(head_vD, hidden_xD, scale) - lse
@@ -368,7 +371,7 @@ def _d_logits(head_vD, hidden_xD, scale, rows, i, first, V):
     return jnp.where(vocab < V, d, 0) * scale
 
 
-def _clear_tail(head, V):
+def _clear_tail(head, V) -> None:
     """Rows of the last block past the vocabulary hold anything, and 0 x NaN would be NaN."""
     v = head.shape[0]
     if V % v:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from kernels_pallas import aot
 from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import Ops, kernels
+from kernels_pallas.readme_table import markdown_table
 
 VOCAB = 151_936
 
@@ -69,7 +70,7 @@ def decode_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
     q = array((s.rows, 1, s.heads, s.head_dim), dtype)
     scales = [array((*pool.shape[:3], 2), jnp.float32)] if scaled else []
 
-    def attend(q, pool, layer, ids, start, length, scales=None):
+    def attend(q, pool, layer, ids, start, length, scales=None) -> Any:
         return ops.sparse_decode(q, pool, layer, ids, start, length, page_scales_LKM=scales)
 
     yield "sparse_decode, list", attend, [q, pool, number, ids, row, row, *scales], ()
@@ -94,10 +95,10 @@ def training_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
     kv = array((2, 4096, s.kv_heads, s.head_dim), s.dtype)
     budget, prompt = array((4096,), jnp.int32), array((2,), jnp.int32)
 
-    def replay(q, k, v, budget_T, prompt_len_B):
+    def replay(q, k, v, budget_T, prompt_len_B) -> jax.Array:
         return ops.flash_prefill(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, page=s.page)
 
-    def gradient(q, k, v):
+    def gradient(q, k, v) -> tuple[jax.Array, ...]:
         loss = lambda *a: ops.flash_prefill(*a).astype(jnp.float32).sum()  # noqa: E731
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
@@ -107,7 +108,7 @@ def training_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
     hidden, head = array((4096, s.hidden), s.dtype), array((VOCAB, s.hidden), s.dtype)
     token = array((4096,), jnp.int32)
 
-    def head_gradient(hidden, head, token):
+    def head_gradient(hidden, head, token) -> tuple[jax.Array, ...]:
         loss = lambda h, w: sum(x.sum() for x in ops.token_logprob(h, w, token))  # noqa: E731
         return jax.grad(loss, (0, 1))(hidden, head)
 
@@ -147,5 +148,37 @@ def _compile(chips: list[str], only: str, cases, schedules: bool) -> list[aot.Co
     return rows
 
 
+def table(rows: Sequence[aot.Compiled]) -> str:
+    """The table of README.md: a row for each kernel and shape, all generations in it."""
+    header = [
+        "kernel (shape)", "VMEM MiB, v5e", "SMEM KiB", "HBM temporaries MiB",
+        f"bundles: largest loop (longest straight stretch) on {', '.join(aot.CHIPS)}",
+        "compiled in s",
+    ]  # fmt: skip
+    by_name: dict[str, dict[str, aot.Compiled]] = {}
+    for r in rows:
+        by_name.setdefault(r.name, {})[r.chip] = r
+    cells = []
+    for name, chips in by_name.items():
+        some = [chips[chip] for chip in aot.CHIPS]
+        v5e, dumped = chips["v5e"], all(r.bundles is not None for r in some)
+        cells.append([
+            name,
+            f"{v5e.vmem / 2**20:.1f}",
+            "-" if v5e.smem is None else f"{v5e.smem / 1024:.0f}",
+            _span([f"{r.hbm_temporaries / 2**20:.1f}" for r in some]),
+            ", ".join(f"{r.bundles} ({r.straight})" for r in some) if dumped else "-",
+            _span([f"{r.seconds:.0f}" for r in some]),
+        ])  # fmt: skip
+    kinds = f"{len(by_name)} programs on each of {', '.join(aot.CHIPS)}"
+    return f"{kinds}; all compile ({aot.provenance()}).\n\n{markdown_table(header, cells)}"
+
+
+def _span(numbers: Sequence[str]) -> str:
+    """The least and the largest of some numbers, or one if they are the same."""
+    least, largest = min(numbers, key=float), max(numbers, key=float)
+    return least if least == largest else f"{least}-{largest}"
+
+
 if __name__ == "__main__":
-    sys.exit(aot.command(__doc__, compile_all))
+    sys.exit(aot.command(__doc__, "tpu-compile", compile_all, table))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def append_kv(
     kv_pages_LKMxCH, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Write T new tokens per row at positions start .. start + num_new - 1; returns both tensors.
 
     kv_pages_LKMxCH [L, K, M, 2, C, H] and landmarks_LMKH [L, M, K, H], of any strides, are changed
@@ -57,7 +57,9 @@ def append_kv(
     return kv_pages_LKMxCH, landmarks_LMKH
 
 
-def _check(kv_pages_LKMxCH, landmarks_LMKH, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B):
+def _check(
+    kv_pages_LKMxCH, landmarks_LMKH, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
+) -> None:
     B, _, K, H = k_BTKH.shape
     pool = kv_pages_LKMxCH.shape
     if v_BTKH.shape != k_BTKH.shape or len(pool) != 6 or pool[1::2] != (K, 2, H):
@@ -99,7 +101,7 @@ def _append(
     stride_tb,
     B, T, P,
     K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     k, rest = (tl.program_id(0) % K).to(tl.int64), tl.program_id(0) // K
     b = (rest % B).to(tl.int64)
     start = tl.load(start_ptr + b).to(tl.int32)
@@ -130,7 +132,7 @@ def _append(
 
 
 @triton.jit
-def _stored(x, dtype: tl.constexpr):
+def _stored(x, dtype: tl.constexpr) -> tl.tensor:
     """In the cache's type; bytes are float8."""
     if dtype == tl.uint8:
         return float8.encode(x)
@@ -138,19 +140,19 @@ def _stored(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _number(x):
+def _number(x) -> tl.tensor:
     if x.dtype == tl.uint8:
         return float8.decode(x).to(tl.float32)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _is_fresh(c, lo, hi):
+def _is_fresh(c, lo, hi) -> tl.tensor:
     return (c >= lo) & (c < hi)
 
 
 @triton.jit
-def _completes(hi, C: tl.constexpr):
+def _completes(hi, C: tl.constexpr) -> tl.tensor:
     return hi == C
 
 

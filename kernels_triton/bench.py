@@ -97,16 +97,16 @@ def inputs(c: Case, device) -> dict[str, Any]:
 def parts(ops: Ops, c: Case, x: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """What is timed: selection, attention over a selected list, both, dense attention."""
 
-    def select():
+    def select() -> torch.Tensor:
         one = x["q"][:, 0]
         return ops.select_pages(
             one, x["marks"], 0, x["table"], x["pages"], x["k"], max_selected=c.selected
         )[0]
 
-    def attend(ids):
+    def attend(ids) -> tuple[torch.Tensor, torch.Tensor]:
         return ops.sparse_decode(x["q"], x["kv"], 0, ids, x["listed"] - 1, x["listed"])
 
-    def dense():
+    def dense() -> tuple[torch.Tensor, torch.Tensor]:
         return ops.sparse_decode(x["q"], x["kv"], 0, x["table"], x["length"] - 1, x["length"])
 
     return {

@@ -77,7 +77,7 @@ def poison(device) -> None:
     del blocks
 
 
-def attention(q_TNH, k_SKH, v_SKH, visible_KTS):
+def attention(q_TNH, k_SKH, v_SKH, visible_KTS) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp in float64; [K, T, S] says which keys a query sees."""
     T, N, H = q_TNH.shape
     K = k_SKH.shape[1]
@@ -133,25 +133,25 @@ def scaled(pool: Pool) -> tuple[Pool, torch.Tensor]:
     return pool._replace(keys=keys, values=values), scale
 
 
-def _errors(got, want):
+def _errors(got, want) -> list[float]:
     return [
         float((a.detach().double() - b.detach()).abs().max())
         for a, b in zip(got, want, strict=True)
     ]
 
 
-def _relative(got, want):
+def _relative(got, want) -> float:
     """Largest error over the largest number."""
     return _errors((got,), (want,))[0] / float(want.detach().abs().max())
 
 
-def _attention_results(name, errors, limit):
+def _attention_results(name, errors, limit) -> tuple[Result, Result]:
     """Worst output and log-sum-exp of the rows; NaN stays."""
     out, lse = torch.tensor(errors).amax(0).tolist()
     return Result(f"{name}: output", out, limit), Result(f"{name}: log-sum-exp", lse, 1e-4)
 
 
-def _sparse_checks(ops, pool, q_B1NH, scales, name, limit):
+def _sparse_checks(ops, pool, q_B1NH, scales, name, limit) -> Iterator[Result]:
     k, J, H = [12, 4, 7, 0], 16, q_B1NH.shape[-1]
     device, kv_heads = pool.kv.device, pool.kv.shape[1]
     pages = (pool.length + PAGE - 1) // PAGE
@@ -226,7 +226,7 @@ def training_checks(ops: Ops, dtype, device) -> Iterator[Result]:
     yield from _head_checks(ops, dtype, device, name, limit)
 
 
-def _replayed(q, k, prompt_len, budget, page):
+def _replayed(q, k, prompt_len, budget, page) -> torch.Tensor:
     """Keys that decode would read at each position, [K, T, S]."""
     _, T, N, H = q.shape
     K = k.shape[2]
@@ -241,7 +241,7 @@ def _replayed(q, k, prompt_len, budget, page):
     return seen.to(q.device)
 
 
-def _head_checks(ops, dtype, device, name, limit):
+def _head_checks(ops, dtype, device, name, limit) -> Iterator[Result]:
     X, V, D = 150, 1003, 192
     hidden = torch.randn(2, X, D, device=device).to(dtype)
     head = (torch.randn(V, D, device=device) * 0.3).to(dtype)

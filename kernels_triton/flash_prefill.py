@@ -27,7 +27,7 @@ rounded to float32: no setting of torch (TF32) changes which pages are read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -50,7 +50,7 @@ HEAD_DIMS = 16, 32, 64, 128
 def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
     chunk=reference.QUERY_BLOCK, tuning=None,
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
@@ -99,7 +99,7 @@ def programs(
             yield Program(name, kernel, signature, constexprs | more, *blocks[2:])
 
 
-def _check(q_BTNH, k_BTKH, v_BTKH, page, tuning):
+def _check(q_BTNH, k_BTKH, v_BTKH, page, tuning) -> None:
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     if k_BTKH.shape != (B, T, K, H) or v_BTKH.shape != k_BTKH.shape or N % K:
@@ -117,14 +117,14 @@ def _check(q_BTNH, k_BTKH, v_BTKH, page, tuning):
         )
 
 
-def _rows(x):
+def _rows(x) -> torch.Tensor:
     """Kernels take any strides; the numbers of a head must follow one another."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, words, page, tuning):
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, words, page, tuning) -> torch.Tensor:
         out_BTNH, lse_BNT = _forward(q_BTNH, k_BTKH, v_BTKH, words, page, tuning.forward)
         ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, words, out_BTNH, lse_BNT)
         ctx.page, ctx.tuning = page, tuning
@@ -132,7 +132,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do_BTNH):
+    def backward(ctx, do_BTNH) -> tuple[Any, ...]:
         *qkv, words, out_BTNH, lse_BNT = ctx.saved_tensors
         do_BTNH, kinds = _rows(do_BTNH), (words, ctx.page)
         _, of_query, *of_keys = ctx.tuning
@@ -141,7 +141,7 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks):
+def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exp [B, N, T]."""
     B, T, N, _ = q_BTNH.shape
     out_BTNH = q_BTNH.new_empty(q_BTNH.shape)
@@ -152,7 +152,9 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks):
     return out_BTNH, lse_BNT
 
 
-def _query_gradient(q_BTNH, k_BTKH, v_BTKH, do_BTNH, out_BTNH, lse_BNT, words, page, blocks):
+def _query_gradient(
+    q_BTNH, k_BTKH, v_BTKH, do_BTNH, out_BTNH, lse_BNT, words, page, blocks
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dq, contiguous, and delta [B, N, T]."""
     B, T, N, _ = q_BTNH.shape
     dq_BTNH, delta_BNT = torch.empty_like(out_BTNH), torch.empty_like(lse_BNT)
@@ -165,7 +167,9 @@ def _query_gradient(q_BTNH, k_BTKH, v_BTKH, do_BTNH, out_BTNH, lse_BNT, words, p
     return dq_BTNH, delta_BNT
 
 
-def _key_gradients(q_BTNH, k_BTKH, v_BTKH, do_BTNH, lse_BNT, delta_BNT, words, page, blocks):
+def _key_gradients(
+    q_BTNH, k_BTKH, v_BTKH, do_BTNH, lse_BNT, delta_BNT, words, page, blocks
+) -> list[torch.Tensor]:
     """dk and dv, contiguous."""
     B, T, K, _ = k_BTKH.shape
     grads = [k_BTKH.new_empty(k_BTKH.shape) for _ in range(2)]
@@ -178,14 +182,14 @@ def _key_gradients(q_BTNH, k_BTKH, v_BTKH, do_BTNH, lse_BNT, delta_BNT, words, p
     return grads
 
 
-def _arguments(q_BTNH, k_BTKH, v_BTKH, other_BTNH, words):
+def _arguments(q_BTNH, k_BTKH, v_BTKH, other_BTNH, words) -> tuple[Any, ...]:
     """Scale, strides and sizes, the last arguments of every kernel."""
     T, N, H = q_BTNH.shape[1:]
     strides = [s for x in (q_BTNH, k_BTKH, v_BTKH, other_BTNH) for s in x.stride()[:3]]
     return H**-0.5, *strides, T, N, N // k_BTKH.shape[2], 0 if words is None else words.shape[1]
 
 
-def _constants(q_BTNH, page, blocks):
+def _constants(q_BTNH, page, blocks) -> dict[str, int]:
     X, Y, num_warps, num_stages = blocks
     return dict(H=q_BTNH.shape[3], X=X, Y=Y, PAGE=page, num_warps=num_warps, num_stages=num_stages)
 
@@ -198,7 +202,7 @@ def _forward_kernel(
     scale,  # 1 / sqrt(H)
     s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on, T, N, R, num_words,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row, i = _program(T, X)
     i = tl.cdiv(T, X) - 1 - i
     b, n = row // N, row % N
@@ -221,7 +225,7 @@ def _forward_kernel(
 def _attend(
     state, walk, first, last,
     X: tl.constexpr, Y: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
+) -> tuple:  # fmt: skip
     """(maximum [X], sum [X], weighted values [X, H]) after blocks first .. last - 1 of keys."""
     m_X, sum_X, acc_XH = state
     q_XH, k, v, words, query_X, scale2, s_kt, s_vt, T = walk
@@ -249,7 +253,7 @@ def _query_gradient_kernel(
     scale, s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on,
     T, N, R, num_words,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row, i = _program(T, X)
     i = tl.cdiv(T, X) - 1 - i
     b, n = row // N, row % N
@@ -286,7 +290,7 @@ def _key_gradient_kernel(
     scale, s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on,
     T, N, R, num_words,
     H: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PAGE: tl.constexpr, VALUE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row, j = _program(T, Y)
     K = N // R
     b, kv = row // K, row % K
@@ -321,25 +325,27 @@ def _key_gradient_kernel(
 
 
 @triton.jit
-def _program(T, SIZE: tl.constexpr):
+def _program(T, SIZE: tl.constexpr) -> tuple:
     """Row (sequence and head) and block of this program; the blocks of a row follow each other."""
     blocks = tl.cdiv(T, SIZE)
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks
 
 
 @triton.jit
-def _key_blocks(i, T, X: tl.constexpr, Y: tl.constexpr):
+def _key_blocks(i, T, X: tl.constexpr, Y: tl.constexpr) -> tuple:
     """Of a block of queries: blocks of keys that all of them see, and that any of them sees."""
     return (i * X + 1) // Y, tl.cdiv(tl.minimum((i + 1) * X, T), Y)
 
 
 @triton.jit
-def _visible(key, query):
+def _visible(key, query) -> tl.tensor:
     return key <= query
 
 
 @triton.jit
-def _masked(s, words, key, query, first_key, T, PAGE: tl.constexpr, DIAGONAL: tl.constexpr):
+def _masked(
+    s, words, key, query, first_key, T, PAGE: tl.constexpr, DIAGONAL: tl.constexpr
+) -> tl.tensor:
     """NEG where a query does not see a key. key and query: a row and a column, or the reverse."""
     if PAGE > 0:
         place = tl.cast(first_key // (PAGE * 32), tl.int64) * T + query
@@ -351,20 +357,20 @@ def _masked(s, words, key, query, first_key, T, PAGE: tl.constexpr, DIAGONAL: tl
 
 
 @triton.jit
-def _weights(s, lse):
+def _weights(s, lse) -> tl.tensor:
     """p from scores in powers of 2 and the natural log-sum-exp."""
     return tl.exp2(s - lse * LOG2E)
 
 
 @triton.jit
-def _at(x, b, row, head, s_b, s_t, s_n):
+def _at(x, b, row, head, s_b, s_t, s_n) -> tl.tensor:
     """Where a row of a head begins."""
     b, row, head = tl.cast(b, tl.int64), tl.cast(row, tl.int64), tl.cast(head, tl.int64)
     return x + (b * s_b + row * s_t + head * s_n)
 
 
 @triton.jit
-def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr):
+def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr) -> tl.tensor:
     """M rows of a head from x on; those past T are 0."""
     place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
     if MASK:
@@ -374,6 +380,6 @@ def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def _store(x, s_t, rows, row, T, M: tl.constexpr, H: tl.constexpr):
+def _store(x, s_t, rows, row, T, M: tl.constexpr, H: tl.constexpr) -> None:
     place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
     tl.store(place, rows.to(x.dtype.element_ty), mask=row[:, None] < T)

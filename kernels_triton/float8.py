@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def encode(x):
+def encode(x) -> tl.tensor:
     """Bytes of the nearest float8, ties to even; numbers past 448 become 448, NaN stays NaN."""
     x = x.to(tl.float32)
     size = tl.minimum(tl.abs(x), 448.0)
@@ -24,7 +24,7 @@ def encode(x):
 
 
 @triton.jit
-def decode(byte):
+def decode(byte) -> tl.tensor:
     """The numbers as float16, which holds them exactly (the bytes of NaN give 480).
 
     Exponent and fraction, as the lowest of float16's exponent and the highest of its fraction, are

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -24,6 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
+
+from kernels_triton.readme_table import markdown_table, replace_table, split_at_table
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -126,7 +129,7 @@ def _nvidia_registers(report: str) -> tuple[int, int]:
 
 
 def _amd_registers(assembly: str) -> tuple[int, int]:
-    def count(name):
+    def count(name) -> int:
         return sum(int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", assembly))
 
     return count("vgpr_count"), count("vgpr_spill_count") + count("sgpr_spill_count")
@@ -168,12 +171,26 @@ def line(r: Compiled) -> str:
     )
 
 
+def table(rows: Sequence[Compiled]) -> str:
+    """The table of README.md: a row for each kernel and shape, a column for each architecture."""
+    by_name: dict[str, dict[str, str]] = {}
+    for r in rows:
+        cell = f"{r.registers} / {r.spills} / {r.shared / 1024:.0f} / {r.occupancy}"
+        by_name.setdefault(r.name, {})[r.arch] = cell
+    cells = [[name, *(archs[arch] for arch in TARGETS)] for name, archs in by_name.items()]
+    made = f"triton {triton.__version__}, {datetime.date.today().isoformat()}"
+    return f"{len(rows)} programs; all compile ({made}).\n\n" + markdown_table(
+        ["kernel (shape)", *TARGETS], cells
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 as the module's docstring says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--archs", default=",".join(TARGETS), help="default: %(default)s")
     parser.add_argument("--only", default="", help="regular expression: only matching programs")
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    parser.add_argument("--table", type=Path, help="README in which to renew the table")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("TRITON_INTERPRET is set: Triton compiles nothing then; unset it")
@@ -183,6 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"--archs: {', '.join(sorted(unknown))}: expected some of {', '.join(TARGETS)}"
         )
+    if arguments.table:
+        if arguments.only or archs != list(TARGETS):
+            parser.error("--table shows every program everywhere; leave out --only and --archs")
+        split_at_table(arguments.table, "gpu-compile")  # before minutes of compilation
     rows = []
     for arch in archs:
         for p in programs():
@@ -195,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused = [r for r in rows if r.error]
     fine = f"{len(rows) - len(refused)} of {len(rows)} programs compile"
     print(f"{fine}; {len(spilled)} of the decode path spill")
+    if arguments.table and not refused:
+        replace_table(arguments.table, "gpu-compile", table(rows))
     return 1 if refused or spilled else 0
 
 

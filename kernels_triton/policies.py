@@ -24,49 +24,49 @@ class Policy(NamedTuple):
     scores: Callable[..., torch.Tensor]
 
 
-def page_means(k_BTKH, page):
+def page_means(k_BTKH, page) -> torch.Tensor:
     """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
     return _by_page(k_BTKH, page).float().mean(2).to(k_BTKH.dtype).float()
 
 
-def _by_page(k_BTKH, page):
+def _by_page(k_BTKH, page) -> torch.Tensor:
     """[B, P, C, K, H]; zeros past the end."""
     B, T, K, H = k_BTKH.shape
     keys = torch.nn.functional.pad(k_BTKH, (0, 0, 0, 0, 0, -T % page))
     return keys.reshape(B, -1, page, K, H)
 
 
-def _mean_summary(k_BTKH, page):
+def _mean_summary(k_BTKH, page) -> list[torch.Tensor]:
     return [page_means(k_BTKH, page).transpose(1, 2)]
 
 
-def _mean_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _mean_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
     return torch.einsum("bkth,bkph->bktp", q_BKRtH.mean(2), summary[0])
 
 
-def _quest_summary(k_BTKH, page):
+def _quest_summary(k_BTKH, page) -> list[torch.Tensor]:
     keys = _by_page(k_BTKH, page).float()
     return [keys.amin(2).transpose(1, 2), keys.amax(2).transpose(1, 2)]
 
 
-def _quest_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _quest_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
     low_BKPH, high_BKPH = summary
     q = q_BKRtH.mean(2)
     up = torch.einsum("bkth,bkph->bktp", q.clamp(min=0), high_BKPH)
     return up + torch.einsum("bkth,bkph->bktp", q.clamp(max=0), low_BKPH)
 
 
-def _nothing(k_BTKH, page):
+def _nothing(k_BTKH, page) -> list[torch.Tensor]:
     return []
 
 
-def _window_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _window_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
     B, K, _, t, _ = q_BKRtH.shape
     pages = torch.arange(_num_pages(k_BKSH, page), device=pos_t.device).float()
     return pages.expand(B, K, t, -1)
 
 
-def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
     B, K, _, t, _ = q_BKRtH.shape
     pages = torch.arange(_num_pages(k_BKSH, page), device=pos_t.device)
     heads = torch.arange(K, device=pos_t.device)
@@ -75,19 +75,19 @@ def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
     return (x >> 8).float().expand(B, -1, -1, -1)
 
 
-def _low(x):
+def _low(x) -> torch.Tensor:
     """The low 32 bits, as int64."""
     return x & 0xFFFFFFFF
 
 
-def _mix(x):
+def _mix(x) -> torch.Tensor:
     """A permutation of 32-bit numbers that spreads every bit (lowbias32)."""
     x = _low((x ^ x >> 16) * 0x7FEB352D)
     x = _low((x ^ x >> 15) * 0x846CA68B)
     return x ^ x >> 16
 
 
-def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
+def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
     B, K, _, t, H = q_BKRtH.shape
     S = k_BKSH.shape[2]
     s = torch.einsum("bkrth,bksh->bkrts", q_BKRtH, k_BKSH.float()) * H**-0.5
@@ -96,7 +96,7 @@ def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page):
     return torch.nn.functional.pad(p, (0, -S % page)).reshape(B, K, t, -1, page).sum(-1)
 
 
-def _num_pages(k_BKSH, page):
+def _num_pages(k_BKSH, page) -> int:
     return -(-k_BKSH.shape[2] // page)
 
 

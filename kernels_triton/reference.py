@@ -14,6 +14,8 @@ kernels_pallas/reference.py for the same functions in JAX.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +30,9 @@ QUERY_BLOCK = 256
 HEAD_ELEMENTS = 2**24
 
 
-def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected):
+def select_pages(
+    q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
 
     q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
@@ -46,7 +50,7 @@ def select_pages(q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, 
     return torch.where(used, physical, 0).int(), count_B.int()
 
 
-def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
+def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP) -> torch.Tensor:
     """Score [B, K, P] of each page: its landmark times the mean query of the group, in float32."""
     B, _, H = q_BNH.shape
     K, P = landmarks_LMKH.shape[2], page_table_BP.shape[1]
@@ -59,7 +63,7 @@ def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP):
     )
 
 
-def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
+def top_pages(scores_BKP, num_pages_B, k_B, max_selected) -> tuple[torch.Tensor, torch.Tensor]:
     """Sorted logical page ids [B, K, max_selected] (unused entries = P) and how many are used."""
     B, K, P = scores_BKP.shape
     pages, n = torch.arange(P, device=scores_BKP.device), num_pages_B.long()[:, None, None]
@@ -80,7 +84,9 @@ def top_pages(scores_BKP, num_pages_B, k_B, max_selected):
     return listed, torch.minimum(k_B.long() + NUM_RESERVED, num_pages_B.long())
 
 
-def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
+def sparse_decode(
+    q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
 
     out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
@@ -106,13 +112,15 @@ def sparse_decode(q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B):
     return out.to(q_BTNH.dtype), lse.reshape(B, K, T, N // K).transpose(1, 2).reshape(B, T, N)
 
 
-def _groups(numbers_per_row, *arrays):
+def _groups(numbers_per_row, *arrays) -> Iterator[tuple[torch.Tensor, ...]]:
     """The rows of all arrays, as many at a time as gather at most GATHER_NUMBERS numbers."""
     size = max(1, GATHER_NUMBERS // numbers_per_row)
     return zip(*(x.split(size) for x in arrays), strict=True)
 
 
-def _attend_rows(kv_KMxCH, pages_per_step, q_BKXH, page_ids_BKJ, limit_BX, length_B):
+def _attend_rows(
+    kv_KMxCH, pages_per_step, q_BKXH, page_ids_BKJ, limit_BX, length_B
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, K, X, H] and log-sum-exp [B, K, X] of some rows, by steps along their pages."""
     B, K, _, H = q_BKXH.shape
     C, device = kv_KMxCH.shape[3], q_BKXH.device
@@ -136,7 +144,9 @@ def _attend_rows(kv_KMxCH, pages_per_step, q_BKXH, page_ids_BKJ, limit_BX, lengt
     return acc / denom[..., None], torch.where(seen, m + denom.log(), -torch.inf)
 
 
-def _attend_more(state, q_BKXH, key_BKSH, value_BKSH, visible_B1XS):
+def _attend_more(
+    state, q_BKXH, key_BKSH, value_BKSH, visible_B1XS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(maximum, denominator, weighted sum) after further keys; invisible ones have weight 0."""
     m, denom, acc = state
     s = torch.where(visible_B1XS, q_BKXH @ key_BKSH.mT, NEG)
@@ -148,7 +158,7 @@ def _attend_more(state, q_BKXH, key_BKSH, value_BKSH, visible_B1XS):
 
 def append_kv(
     kv_pages_LKMxCH, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Write T new tokens per row at positions start .. start + num_new - 1, in place.
 
     Tokens past num_new_B, or past the page table, go to the null page. A page whose last token is
@@ -179,7 +189,7 @@ def append_kv(
 def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
     policy="mean",
-):  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
 
     budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
@@ -204,7 +214,7 @@ def flash_prefill(
     return torch.cat(out, 1)
 
 
-def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
+def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> torch.Tensor:
     """Attention of queries first, first + 1, ... over the given keys, causal or by pages."""
     B, t, N, H = q_BtNH.shape
     K, S = k_BKSH.shape[1:3]
@@ -219,7 +229,9 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay):
     return out.permute(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
 
-def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page):
+def _replay_mask(
+    q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page
+) -> torch.Tensor:
     """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
     num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
@@ -232,7 +244,7 @@ def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, 
     return pages.repeat_interleave(page, -1)[..., :num_keys]
 
 
-def page_mask(scores_BKtP, num_pages_t, budget_t):
+def page_mask(scores_BKtP, num_pages_t, budget_t) -> torch.Tensor:
     """Pages each query reads, bool [B, K, t, P]: reserved ones and the top-k of the others."""
     P = scores_BKtP.shape[-1]
     pages = torch.arange(P, device=scores_BKtP.device)
@@ -248,13 +260,13 @@ def page_mask(scores_BKtP, num_pages_t, budget_t):
     return chosen | reserved
 
 
-def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
+def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0) -> tuple[torch.Tensor, ...]:
     """Log-prob of each token and entropy of its distribution, softmax(head hidden / temperature).
 
     Float32, in nats, differentiable; blocks of tokens, so that nothing of size [X, V] exists.
     """
 
-    def block(hidden_cD, head_VD, token_c):
+    def block(hidden_cD, head_VD, token_c) -> tuple[torch.Tensor, torch.Tensor]:
         logp = log_softmax(_logits(hidden_cD, head_VD) / temperature)
         entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, token_c[:, None])[:, 0], entropy
@@ -262,10 +274,12 @@ def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0):
     return _blocks(block, head_VD, hidden_XD, token_X.long())
 
 
-def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0):
+def acceptance_overlap(
+    hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0
+) -> tuple[torch.Tensor, ...]:
     """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
 
-    def block(dense_cD, head_VD, sparse_cD, token_c):
+    def block(dense_cD, head_VD, sparse_cD, token_c) -> tuple[torch.Tensor, torch.Tensor]:
         logp_dense = log_softmax(_logits(dense_cD, head_VD) / temperature)
         logp_sparse = log_softmax(_logits(sparse_cD, head_VD) / temperature)
         alpha = torch.minimum(logp_dense, logp_sparse).exp().sum(-1)
@@ -274,10 +288,12 @@ def acceptance_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, t
     return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD, token_X.long())
 
 
-def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20):
+def topk_overlap(
+    hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20
+) -> torch.Tensor:
     """Lower bound of alpha: sum of min(p_dense, p_sparse) over the tokens in both top lists."""
 
-    def block(dense_cD, head_VD, sparse_cD):
+    def block(dense_cD, head_VD, sparse_cD) -> tuple[torch.Tensor]:
         (dense_cJ, ids_cJ), (sparse_cJ, others_cJ) = (
             log_softmax(_logits(x, head_VD) / temperature).topk(top) for x in (dense_cD, sparse_cD)
         )
@@ -288,16 +304,16 @@ def topk_overlap(hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0,
     return _blocks(block, head_VD, hidden_dense_XD, hidden_sparse_XD)[0]
 
 
-def log_softmax(logits_XV):
+def log_softmax(logits_XV) -> torch.Tensor:
     """Over the vocabulary. Not torch's: on a CPU its sum of 151,936 terms is 8e-5 off."""
     return logits_XV - torch.logsumexp(logits_XV, -1, keepdim=True)
 
 
-def _logits(hidden_XD, head_VD):
+def _logits(hidden_XD, head_VD) -> torch.Tensor:
     return hidden_XD.float() @ head_VD.float().mT
 
 
-def _blocks(f, head_VD, first, *arrays):
+def _blocks(f, head_VD, first, *arrays) -> tuple[torch.Tensor, ...]:
     """f(rows, head, other rows) on blocks of HEAD_ELEMENTS / V rows, recomputed in backward."""
     size = max(1, HEAD_ELEMENTS // head_VD.shape[0])
     out = [

@@ -39,7 +39,7 @@ LOWEST = tl.constexpr(-1e30)
 
 def sample_tokens(
     logits_BV, key_B, position_B, temperature: float, *, tuning: SampleTuning | None = None
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids int64 [B] and log-probs float32 [B] at the temperature.
 
     key_B: two int64 [B] of 32-bit words; position_B: int [B], of the token that is drawn.
@@ -86,7 +86,7 @@ def _draw(
     temperature,
     stride_b, B, V, per_part,
     BLOCK: tl.constexpr, GREEDY: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     key0 = tl.load(key0_ptr + b).to(tl.uint32)
     key1 = tl.load(key1_ptr + b).to(tl.uint32)
@@ -126,7 +126,7 @@ def _join(
     token_ptr,  # int64 [B]
     logp_ptr,  # [B]
     B, parts, PARTS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     b, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     at, live = b * parts + part, part < parts
     stride = tl.cast(B, tl.int64) * parts
@@ -144,13 +144,13 @@ def _join(
 
 
 @triton.jit
-def _better(high, top):
+def _better(high, top) -> tl.tensor:
     """Of equal scores the earlier block keeps its token; NaN never wins."""
     return high > top
 
 
 @triton.jit
-def _words(key0, key1, position, start, BLOCK: tl.constexpr):
+def _words(key0, key1, position, start, BLOCK: tl.constexpr) -> tl.tensor:
     """Noise words of entries start .. start + BLOCK - 1, uint32; start is even."""
     pair = (start // 2 + tl.arange(0, BLOCK // 2)).to(tl.uint32)
     key2 = key0 ^ key1 ^ tl.full([], 0x1BD11BDA, tl.uint32)
@@ -172,7 +172,7 @@ def _words(key0, key1, position, start, BLOCK: tl.constexpr):
 @triton.jit
 def _four_rounds(
     x0, x1, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr
-):  # fmt: skip
+) -> tuple:  # fmt: skip
     x0, x1 = _round(x0, x1, R0)
     x0, x1 = _round(x0, x1, R1)
     x0, x1 = _round(x0, x1, R2)
@@ -180,18 +180,18 @@ def _four_rounds(
 
 
 @triton.jit
-def _round(x0, x1, R: tl.constexpr):
+def _round(x0, x1, R: tl.constexpr) -> tuple:
     x0 = x0 + x1
     return x0, ((x1 << R) | (x1 >> (32 - R))) ^ x0
 
 
 @triton.jit
-def _inject(x0, x1, key_a, key_b, block: tl.constexpr):
+def _inject(x0, x1, key_a, key_b, block: tl.constexpr) -> tuple:
     return x0 + key_a, x1 + (key_b + tl.full([], block, tl.uint32))
 
 
 @triton.jit
-def _uniform(words):
+def _uniform(words) -> tl.tensor:
     """float32 in (0, 1), every step exact in 24 bits."""
     return (words >> 9).to(tl.int32).to(tl.float32) * 2.0**-23 + 2.0**-24
 

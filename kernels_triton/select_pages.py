@@ -49,7 +49,7 @@ def select_pages(
     *,
     max_selected,
     tuning: SelectTuning | None = None,
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Physical pages that each (sequence, KV head) reads: (page_ids_BKJ, count_B), both int32.
 
     q_BNH: queries of one token per row. landmarks_LMKH: of any strides. num_pages_B: pages of the
@@ -84,7 +84,7 @@ def select_pages(
     return page_ids_BKJ, count_B
 
 
-def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected):
+def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected) -> None:
     B, N, H = q_BNH.shape
     if landmarks_LMKH.ndim != 4 or landmarks_LMKH.shape[3] != H or N % landmarks_LMKH.shape[2]:
         raise ValueError(
@@ -117,7 +117,7 @@ def _score(
     stride_qb, stride_qn, stride_lm, stride_lk, stride_tb,
     P,
     K: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     k, b = (tl.program_id(0) % K).to(tl.int64), (tl.program_id(0) // K).to(tl.int64)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     r, h = tl.arange(0, R_PAD), tl.arange(0, H)
@@ -138,7 +138,7 @@ def _score(
 
 
 @triton.jit
-def _row(num_pages_ptr, k_ptr, b, P):
+def _row(num_pages_ptr, k_ptr, b, P) -> tuple:
     """Pages of the row, and how many of its candidates it takes."""
     n = tl.minimum(tl.load(num_pages_ptr + b), P).to(tl.int32)
     taken = tl.minimum(tl.load(k_ptr + b), tl.maximum(n - NUM_RESERVED, 0)).to(tl.int32)
@@ -146,17 +146,17 @@ def _row(num_pages_ptr, k_ptr, b, P):
 
 
 @triton.jit
-def _searched(n, taken):
+def _searched(n, taken) -> tl.tensor:
     return (taken > 0) & (taken < n - NUM_RESERVED)
 
 
 @triton.jit
-def _is_candidate(page, n):
+def _is_candidate(page, n) -> tl.tensor:
     return (page >= 1) & (page < n - 2)
 
 
 @triton.jit
-def _ordered(score):
+def _ordered(score) -> tl.tensor:
     """Integers in the order of the numbers; -0 as 0."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -173,7 +173,7 @@ def _list(
     stride_tb,
     P, J,
     K: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     k, b = tl.program_id(0) % K, (tl.program_id(0) // K).to(tl.int64)
     n, taken = _row(num_pages_ptr, k_ptr, b, P)
     count = taken + tl.minimum(n, NUM_RESERVED)
@@ -220,7 +220,7 @@ def _list(
 
 
 @triton.jit
-def _count(keys_ptr, keys, trial, end, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+def _count(keys_ptr, keys, trial, end, COUNT: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
     """How many keys are at least `trial`: of those in registers, or of all in memory."""
     found = tl.sum((keys >= trial).to(tl.int32), 0)
     if not WHOLE:

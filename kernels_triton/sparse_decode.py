@@ -59,7 +59,7 @@ def sparse_decode(
     *,
     page_scales_LKM=None,
     tuning: DecodeTuning | None = None,
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of T query tokens per row over the listed pages: (out_BTNH, lse_BTN in float32).
 
     kv_pages_LKMxCH: [L, K, M, 2, C, H] of any strides. page_ids: int [B, K, J] selected pages, or
@@ -106,7 +106,7 @@ def sparse_decode(
     return out_BTNH, lse_BTN
 
 
-def join_splits(part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN):
+def join_splits(part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN) -> None:
     """Into out_BTNH and lse_BTN: the outputs of splits, weighed by exp(lse - max lse)."""
     splits, B, T, N, H = part_SBTNH.shape
     _combine[(B * T, N)](
@@ -115,7 +115,7 @@ def join_splits(part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN):
     )  # fmt: skip
 
 
-def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM):
+def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM) -> None:
     B, _, N, H = q_BTNH.shape
     if kv_pages_LKMxCH.ndim != 6 or kv_pages_LKMxCH.shape[3::2] != (2, H):
         raise ValueError(f"{kv_pages_LKMxCH.shape=}: expected [L, K, M, 2, C, {H}]; pass a view")
@@ -145,7 +145,7 @@ def processors(x) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def _readable(kv):
+def _readable(kv) -> torch.Tensor:
     """The cache, as bytes if it is float8 and there is no conversion."""
     if kv.dtype == torch.float8_e4m3fn and not _converts_float8(kv):
         return kv.view(torch.uint8)
@@ -159,7 +159,7 @@ def _converts_float8(x) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
-def _product_type(q, kv):
+def _product_type(q, kv) -> tl.dtype:
     """The type both products take: exact for the cache, and for the queries."""
     halves = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if q.dtype in halves and (kv.dtype == q.dtype or kv.element_size() == 1):
@@ -187,7 +187,7 @@ def _attend(
     scale,  # log2(e) / sqrt(H)
     K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, X: tl.constexpr,
     TILE: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     blocks = tl.cdiv(T * R, X)
     head, block = tl.program_id(0) % K, tl.program_id(0) // K
     k = head.to(tl.int64)
@@ -251,19 +251,19 @@ def _attend(
 
 
 @triton.jit
-def _share(tiles, split, splits, LEAST: tl.constexpr):
+def _share(tiles, split, splits, LEAST: tl.constexpr) -> tuple:
     """First tile of a split, and the one after its last."""
     share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
     return split * share, tl.minimum(split * share + share, tiles)
 
 
 @triton.jit
-def _entry(token, C: tl.constexpr):
+def _entry(token, C: tl.constexpr) -> tl.tensor:
     return token // C
 
 
 @triton.jit
-def _number(x, DOT: tl.constexpr):
+def _number(x, DOT: tl.constexpr) -> tl.tensor:
     """In the products' type; bytes are float8."""
     if x.dtype == tl.uint8:
         return float8.decode(x).to(DOT)
@@ -271,7 +271,7 @@ def _number(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _visible(token, limit):
+def _visible(token, limit) -> tl.tensor:
     return token < limit
 
 
@@ -284,7 +284,7 @@ def _combine(
     stride_ob, stride_ot, stride_on,
     T, splits,
     H: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     line, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_queries = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     at = line * tl.num_programs(1) + n
@@ -304,7 +304,7 @@ def _combine(
 
 
 @triton.jit
-def _weight(lse, top):
+def _weight(lse, top) -> tl.tensor:
     return tl.exp(lse - top)
 
 

@@ -28,14 +28,14 @@ for dhidden once. float16 gradients below 6e-8 vanish: scale the loss.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels_triton.tuning import tune_head
+from kernels_triton.tuning import HeadTuning, tune_head
 
 if TYPE_CHECKING:
     from kernels_triton.gpu_compile import Program
@@ -46,7 +46,9 @@ NEG: tl.constexpr = tl.constexpr(-1e30)
 CHUNK_BYTES = 2**26
 
 
-def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0, tuning=None):
+def token_logprob(
+    hidden_XD, head_VD, token_X, *, temperature=1.0, tuning=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference.token_logprob: (log-prob of each token, entropy) in float32, in nats.
 
     Differentiable in hidden_XD and head_VD; the temperature (a number or a tensor of one) is a
@@ -63,7 +65,7 @@ def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0, tuning=None):
 @torch.no_grad()
 def acceptance_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0, tuning=None
-):
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference.acceptance_overlap: (alpha, log p_sparse of each token). No gradient.
 
     Both normalisers come from one pass over dense and sparse tokens together.
@@ -103,7 +105,7 @@ def programs(
     yield Program("token_logprob_gradient", _gradient_kernel, gradient, blocks, *launch)
 
 
-def _check(head_VD, token_X, *hidden):
+def _check(head_VD, token_X, *hidden) -> None:
     for hidden_XD in hidden:
         if hidden_XD.shape != (*token_X.shape, head_VD.shape[1]):
             raise ValueError(
@@ -116,7 +118,7 @@ def _check(head_VD, token_X, *hidden):
             )
 
 
-def _tuning(hidden_XD, head_VD):
+def _tuning(hidden_XD, head_VD) -> HeadTuning:
     """Of the shapes and the device alone."""
     shape = hidden_XD.element_size(), len(hidden_XD), len(head_VD)
     if not hidden_XD.is_cuda:
@@ -125,12 +127,12 @@ def _tuning(hidden_XD, head_VD):
     return tune_head(*shape, device.multi_processor_count)
 
 
-def _rows(x_XD):
+def _rows(x_XD) -> torch.Tensor:
     """Kernels take any distance of rows; the numbers of a row must follow one another."""
     return x_XD if x_XD.stride(1) == 1 else x_XD.contiguous()
 
 
-def _scale(temperature, like):
+def _scale(temperature, like) -> torch.Tensor:
     """1 / temperature, float32 [1] on the device: no synchronisation, no new program per value."""
     if isinstance(temperature, torch.Tensor):
         return temperature.detach().to(like.device, torch.float32).reshape(1).reciprocal()
@@ -139,7 +141,9 @@ def _scale(temperature, like):
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_XD, head_VD, token_X, scale, tuning):
+    def forward(
+        ctx, hidden_XD, head_VD, token_X, scale, tuning
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logp, entropy, lse = _forward(hidden_XD, head_VD, token_X, scale, tuning)
         ctx.save_for_backward(hidden_XD, head_VD, token_X, scale, lse, entropy)
         ctx.tuning = tuning
@@ -147,7 +151,7 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_logp, d_entropy):
+    def backward(ctx, d_logp, d_entropy) -> tuple[Any, ...]:
         hidden_XD, head_VD, token_X, scale, lse, entropy = ctx.saved_tensors
         rows = token_X, lse, entropy, d_logp.contiguous(), d_entropy.contiguous()
         needed = ctx.needs_input_grad[:2]
@@ -155,7 +159,7 @@ class _TokenLogprob(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _forward(hidden_XD, head_VD, token_X, scale, tuning):
+def _forward(hidden_XD, head_VD, token_X, scale, tuning) -> tuple[torch.Tensor, ...]:
     """Log-prob, entropy and log-sum-exp, float32 [X] each."""
     (X, D), V = hidden_XD.shape, len(head_VD)
     per_part, num_parts = _parts(V, tuning)
@@ -171,7 +175,7 @@ def _forward(hidden_XD, head_VD, token_X, scale, tuning):
     return out.unbind()
 
 
-def _overlap(both_XD, head_VD, lse_2X, scale, tuning):
+def _overlap(both_XD, head_VD, lse_2X, scale, tuning) -> torch.Tensor:
     """alpha [X] from the dense, then the sparse tokens."""
     X, D, V = len(both_XD) // 2, both_XD.shape[1], len(head_VD)
     per_part, num_parts = _parts(V, tuning)
@@ -183,7 +187,9 @@ def _overlap(both_XD, head_VD, lse_2X, scale, tuning):
     return parts.sum(0)
 
 
-def _gradients(hidden_XD, head_VD, scale, rows, tuning, of_hidden, of_head):
+def _gradients(
+    hidden_XD, head_VD, scale, rows, tuning, of_hidden, of_head
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dhidden and dhead in their types, None where not needed."""
     (X, D), V = hidden_XD.shape, len(head_VD)
     chunk = CHUNK_BYTES // (X * hidden_XD.element_size()) // tuning.vocabulary
@@ -205,14 +211,14 @@ def _gradients(hidden_XD, head_VD, scale, rows, tuning, of_hidden, of_head):
     return None if d_hidden is None else d_hidden.to(hidden_XD.dtype), d_head
 
 
-def _parts(V, tuning):
+def _parts(V, tuning) -> tuple[int, int]:
     """Blocks of the vocabulary in a part, and parts, none of them empty."""
     num_blocks = triton.cdiv(V, tuning.vocabulary)
     per_part = triton.cdiv(num_blocks, min(tuning.parts, num_blocks))
     return per_part, triton.cdiv(num_blocks, per_part)
 
 
-def _blocks(tuning, D):
+def _blocks(tuning, D) -> dict[str, int]:
     x, v, d, _, num_warps, num_stages = tuning
     return dict(x=x, v=v, d=d, EVEN=D % d == 0, num_warps=num_warps, num_stages=num_stages)
 
@@ -226,7 +232,7 @@ def _forward_kernel(
     parts,  # [4, parts, X]: maximum and token's logit (base 2), sum e^z, sum z e^z of a part
     X, V, D, s_hidden, s_head, per_part,
     x: tl.constexpr, v: tl.constexpr, d: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     part, row_x = tl.program_id(1), tl.program_id(0) * x + tl.arange(0, x)
     token_x = tl.load(token + row_x, mask=row_x < X, other=-1)
     scale2 = tl.load(scale) * LOG2E
@@ -259,7 +265,7 @@ def _combine_kernel(
     parts,  # [4, parts, X], as above
     out,  # [3, X]: log-prob, entropy, log-sum-exp
     num_parts, X, p: tl.constexpr, x: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row_x, part_p = tl.program_id(0) * x + tl.arange(0, x), tl.arange(0, p)
     live = (part_p[:, None] < num_parts) & (row_x[None, :] < X)
     parts += part_p.to(tl.int64)[:, None] * X + row_x[None, :]
@@ -287,7 +293,7 @@ def _overlap_kernel(
     parts,  # [parts, X]: the sum of minima of a part
     X, V, D, s_hidden, s_head, per_part,
     x: tl.constexpr, v: tl.constexpr, d: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     part, row_x = tl.program_id(1), tl.program_id(0) * x + tl.arange(0, x)
     scale2 = tl.load(scale) * LOG2E
     lse_dense = tl.load(lse + row_x, mask=row_x < X, other=0.0) * LOG2E
@@ -313,7 +319,7 @@ def _gradient_kernel(
     out,  # [X, last - first]: gradient of hidden . head for rows first .. last - 1 of the head
     X, V, D, s_hidden, s_head, first, last,
     x: tl.constexpr, v: tl.constexpr, d: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     row_x = tl.program_id(0) * x + tl.arange(0, x)
     live = row_x < X
     token_x = tl.load(token + row_x, mask=live, other=-1)
@@ -337,7 +343,7 @@ def _gradient_kernel(
 def _logits(
     hidden, head, row_x, vocab_v, X, V, D, s_hidden, s_head,
     x: tl.constexpr, v: tl.constexpr, d: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """hidden . head, float32 [x, v]; rows past the end repeat the last one."""
     column_d = tl.arange(0, d)
     row_x, vocab_v = tl.minimum(row_x, X - 1), tl.minimum(vocab_v, V - 1)
@@ -356,19 +362,19 @@ def _logits(
 
 
 @triton.jit
-def _vocab(first, v: tl.constexpr):
+def _vocab(first, v: tl.constexpr) -> tl.tensor:
     """Token ids first, first + 1, ... of a block."""
     return first + tl.arange(0, v)
 
 
 @triton.jit
-def _rescale(m, m_new):
+def _rescale(m, m_new) -> tuple:
     """Factor of the old sums, and what their z gains."""
     return tl.exp2(m - m_new), m - m_new
 
 
 @triton.jit
-def _d_logits(logp, own, entropy_x, d_logp_x, d_entropy_x):
+def _d_logits(logp, own, entropy_x, d_logp_x, d_entropy_x) -> tl.tensor:
     """Gradient of the logits over the temperature, [x, v]."""
     d = tl.where(own, d_logp_x[:, None], 0.0)
     inner = d_logp_x[:, None] + d_entropy_x[:, None] * (logp + entropy_x[:, None])

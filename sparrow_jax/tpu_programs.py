@@ -23,6 +23,7 @@ from common.model.geometry import QWEN3
 from kernels_pallas import aot
 from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import kernels
+from kernels_pallas.readme_table import markdown_table
 from sparrow_jax import learner, sharding
 from sparrow_jax.model import Decoder
 from sparrow_jax.sharded_ops import LANDMARKS, POOL, ROWS, shard_ops
@@ -156,5 +157,24 @@ def programs(chip: str):
             yield topology, learner_program(model, aot.mesh(topology, shape, AXES))
 
 
+def table(rows: Sequence[aot.Compiled]) -> str:
+    """The table of README.md, a row for each program."""
+    header = [
+        "program", "chips", "HBM arguments + temporaries, MiB a chip", "in place MiB",
+        "largest copy MiB", "compiled in s",
+    ]  # fmt: skip
+    cells = []
+    for r in rows:
+        arguments, temporaries, aliased, largest = (
+            f"{size / 2**20:.0f}"
+            for size in (r.hbm_arguments, r.hbm_temporaries, r.aliased, r.largest_copy)
+        )
+        memory = f"{arguments} + {temporaries}"
+        cells.append([*r.name.split(" on "), memory, aliased, largest, f"{r.seconds:.0f}"])
+    return f"{len(rows)} programs; all compile ({aot.provenance()}).\n\n" + markdown_table(
+        header, cells
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(aot.command(__doc__, compile_all))
+    sys.exit(aot.command(__doc__, "tpu-programs", compile_all, table))

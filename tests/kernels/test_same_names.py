@@ -43,7 +43,8 @@ TRITON_ONLY = {
 }
 COMPILED = ("append_kv", "flash_prefill", "select_pages", "sparse_decode", "token_logprob")
 TRITON_ONLY |= {
-    f"{name}.py programs": "what gpu_compile.py compiles; jax needs shapes only" for name in COMPILED
+    f"{name}.py programs": "what gpu_compile.py compiles; jax needs shapes only"
+    for name in COMPILED
 }
 
 
