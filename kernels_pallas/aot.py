@@ -254,7 +254,10 @@ def command(
     if arguments.table:
         if arguments.only or chips != list(CHIPS):
             parser.error("--table shows every program on every chip; leave out --only and --chips")
-        split_at_table(arguments.table, name)  # before an hour of compilation
+        try:  # before an hour of compilation
+            split_at_table(arguments.table, name)
+        except (OSError, ValueError) as e:
+            parser.error(f"--table: {e}")
     rows = compile_all(chips, arguments.only)
     if arguments.out:
         arguments.out.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")

@@ -1,16 +1,26 @@
-"""New keys and values into the paged cache, and the landmark of every page they complete, in place.
+"""Writes new keys and values into the paged cache, and landmarks of completed pages, in place.
 
     page[x, t] = new[x, t - start]     for lo <= t < hi, all heads, x = key, value; the rest stays
     landmark   = float32 mean over t of page[key, t]                     if hi = C (page complete)
 
-An item is one page of one row that receives tokens lo .. hi - 1 of its C. A token is one row of a
-(16, 128) tile, which no DMA can write alone: pages are read into VMEM, changed and written back,
-all K heads of a page by one DMA (K x 8 KiB at H = 128, C = 16, bf16). A page that is overwritten
-entirely is not read, an item without tokens touches nothing.
+An item is one page of one row of the batch that receives its tokens lo .. hi - 1. A token is one
+row of a tile of 16 x 128 numbers, and no DMA can write less than a tile. Pages are therefore read
+into VMEM, changed and written back, all K heads of a page by one DMA (K x 8 KiB at H = 128, C = 16,
+bfloat16). A page that is overwritten entirely is not read, and an item without tokens causes no
+copy.
 
-Grid (G,), in order: program g owns the `rows` items of group g. While it changes its pages, those
-of group g + 1 are being read and those of group g - 1 written. On chip: SLOTS x rows pages of all
-heads (GROUP_BYTES each group), and two blocks of new tokens.
+Grid (G,), in sequence: program g owns the `rows` items of group g. A ring of SLOTS = 3 buffers lets
+copies of the groups before and after overlap with its work:
+
+    program        g - 1              g                g + 1
+    slot 0   | change g - 1   | write g - 1    | read g + 2     |
+    slot 1   | read g         | change g       | write g        |
+    slot 2   | write g - 2    | read g + 1     | change g + 1   |
+
+On chip: SLOTS x rows pages of all heads, at most GROUP_BYTES a slot, and two blocks of new tokens.
+
+Numerics: pages are merged in float32, which holds every cache type exactly. The landmark is the
+mean of the keys as the cache holds them, summed in float32 and rounded to the landmarks' type.
 """
 
 from __future__ import annotations
@@ -29,19 +39,23 @@ from kernels_pallas.layout import page_shape, touched_pages
 SLOTS = 3
 GROUP_BYTES = 2**19
 PAGE, LO, HI = 0, 1, 2
+"""Rows of an item."""
 WROTE, MARKED = 1, 2
+"""Copies out of a slot that are in flight: of a page; of its landmark too (sum of both)."""
 READ, WRITE, MARK = 0, 1, 2
+"""Kinds of copies, each with a semaphore per slot."""
 
 
 def append_kv(
     kv_pages_LKM, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B, *,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """As reference.append_kv: the pool and the landmarks with T new tokens per row.
+    """The pool and the landmarks with T new tokens per row, as reference.append_kv.
 
-    Both are updated in place where the caller donates them; landmarks_LMKH as in the reference, or
-    as stored, [L, M, K H / 128, 128]. Rows never share a page that is written. Nothing is written
-    to the null page, nor past the end of the page table. interpret: None = compile.
+    Both are updated in place where the caller donates them. landmarks_LMKH is [L, M, K, H] or
+    [L, M, K H / 128, 128]. No two rows may write to the same page. Unlike the reference, nothing is
+    written to the null page. interpret: None = compile for a TPU; a pltpu.InterpretParams runs it
+    on a CPU. Raises ValueError for arrays of different models.
     """
     B, T, K, H = k_BTKH.shape
     L, _, M = kv_pages_LKM.shape[:3]
@@ -85,7 +99,7 @@ def _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E) -> None:
 
 
 def _items(page_table_BP, start_B, num_new_B, T, C) -> jax.Array:
-    """(physical page, lo, hi) of every page that T tokens can touch, [B x touched, 3]."""
+    """(physical page, lo, hi) of every page that T tokens can lie in, [B x touched_pages, 3]."""
     B, P = page_table_BP.shape
     page_BQ = start_B[:, None] // C + jnp.arange(touched_pages(T, C))
     first_BQ = start_B[:, None] - page_BQ * C
@@ -97,12 +111,12 @@ def _items(page_table_BP, start_B, num_new_B, T, C) -> jax.Array:
 
 
 def _one_token(new_B1xKH, W) -> jax.Array:
-    """[B, 2, K, W]: the token in every H lanes; the kernel repeats it over the rows of the page."""
+    """[B, 2, K, W]: the token repeated to W lanes; the kernel repeats it over a page's rows."""
     return jnp.tile(new_B1xKH[:, 0], W // new_B1xKH.shape[-1])
 
 
 def _staged(new_BTxKH, start_B, C, page) -> jax.Array:
-    """The new tokens laid out as the pages they go to, [B x touched, K, E, W]."""
+    """The new tokens at their places in the pages they go to, [B x touched_pages, K, E, W]."""
     B, T, _, K, H = new_BTxKH.shape
     touched = touched_pages(T, C)
     token_BS = jnp.arange(touched * C) - (start_B % C)[:, None]
@@ -152,12 +166,12 @@ def _kernel(
     items,  # SMEM [1, 3, rows]: this group
     coming,  # SMEM [1, 3, rows]: the next group
     new,  # VMEM [rows, 2, K, W] (T = 1) or [rows, K, E, W]
-    _kv, _marks,  # the aliased inputs
+    _kv, _marks,  # the inputs that kv and marks alias
     kv,  # HBM [L, K, M, E, W]
     marks,  # HBM [L, M, K H / W', W'], W' = 128 where heads fill the rows
     pages,  # VMEM [SLOTS, rows, K, E, W]
     means,  # VMEM [SLOTS, rows, K H / W', W']
-    done,  # SMEM [SLOTS, rows]: what was written from the slot, WROTE + MARKED
+    done,  # SMEM [SLOTS, rows]: 0, WROTE or WROTE + MARKED
     sems,  # DMA [3, SLOTS]: READ, WRITE, MARK
     *, H,
 ) -> None:  # fmt: skip
@@ -192,7 +206,7 @@ def _kernel(
         def visit(r) -> None:
             @pl.when(done[slot, r] >= WROTE)
             def _() -> None:
-                _wait_write(page_copy(slot, r, 0, WRITE))  # the sizes count, not the page
+                _wait_write(page_copy(slot, r, 0, WRITE))  # a wait needs the size of the copy only
 
             @pl.when(done[slot, r] > WROTE)
             def _() -> None:
@@ -243,7 +257,7 @@ def _slot(group) -> jax.Array:
 
 
 def _is_partial(lo, hi, C) -> jax.Array:
-    """Whether the page keeps some of its old tokens, so that it has to be read."""
+    """Whether some old tokens of the page stay, so that it has to be read."""
     return (lo < hi) & ((lo > 0) | (hi < C))
 
 
@@ -260,7 +274,7 @@ def _wait_write(copy) -> None:
 
 
 def _merge(old_KEW, new, lo, hi, H) -> jax.Array:
-    """The page with tokens lo .. hi - 1 from new, in float32, which holds every cache type."""
+    """The page with tokens lo .. hi - 1 replaced by new ones, in float32."""
     K, E, W = old_KEW.shape
     new = new.astype(jnp.float32)
     if new.shape == (2, K, W):  # one token
@@ -273,12 +287,13 @@ def _merge(old_KEW, new, lo, hi, H) -> jax.Array:
 
 
 def _mean_key(page_KEW, H, lanes) -> jax.Array:
-    """[K H / lanes, lanes]: the mean of the keys, which are the upper half of the page's rows."""
+    """The mean of the keys, which are the first half of a page's rows: [K H / lanes, lanes]."""
     K, E, W = page_KEW.shape
     mean_KW = page_KEW[:, : E // 2].sum(1) / (E * W // (2 * H))
     if lanes == H:
         return functools.reduce(jnp.add, [mean_KW[:, i : i + H] for i in range(0, W, H)])
-    # Several tokens per row, and several heads per row of landmarks: part i of a row is head i.
+    # A row of the page holds several tokens of one head: add them up, in every part of the row. A
+    # row of landmarks holds several heads, part i that of head i: keep that part and add rows up.
     mean_KW = sum(pltpu.roll(mean_KW, i, 1) for i in range(H, W, H)) + mean_KW
     head = lax.rem(lax.broadcasted_iota(jnp.int32, (K, W), 0), W // H)
     part = lax.div(lax.broadcasted_iota(jnp.int32, (K, W), 1), H)

@@ -1,7 +1,11 @@
-"""One block of pages in sparse_decode: products, online softmax, masks, scales.
+"""One step of sparse_decode: a block of pages joins the online softmax.
 
-A block is P pages of E lines of 128 lanes, the upper half of each page keys, the lower half values.
-With heads of 64 a line holds two tokens (fold = 2), and queries come twice: see sparse_decode.py.
+    s     = q k^T / sqrt(H),   m' = max(m, max s),   p = exp(s - m')
+    denom = denom exp(m - m') + sum p,               acc = acc exp(m - m') + p v
+
+A block is P pages of E lines of 128 lanes; the first half of a page's lines are keys, the second
+half values. With heads of 64 a line holds two tokens (fold = 2) and queries are passed twice; see
+sparse_decode.py, also for the numerics.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.reference import NEG
 from kernels_pallas.tuning import LANES
 
-SCALED_PAGES = LANES // 2  # pages whose two scales fill one line
+SCALED_PAGES = LANES // 2
+"""Pages in a line of scales, two scales each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """Static sizes of one call."""
+    """Sizes of one call, known at compile time."""
 
     num_tokens: int  # T
     group: int  # R
@@ -50,9 +55,10 @@ class DecodeShape:
 
 
 def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape) -> None:
-    """Block i of the row's tokens joins the state. limits: None if all of it is visible.
+    """Add block i of the row's tokens to the state (max, denominator, weighted values).
 
-    q [fold X, W], buf_ref [P, E, W], scales: None or two rows [1, lines of the block].
+    q [fold X, W], buf_ref [P, E, W]. limits: (start, length) of the row, or None if every query
+    reads all of the block. scales: None or two rows [1, lines of the block].
     """
     m_ref, denom_ref, acc_ref = state
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -65,32 +71,32 @@ def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape) -> None:
     )
     if limits is not None:
         start, length = limits
-        unread = length - i * shape.block_tokens <= _token(keys.shape, shape)
-        values = jnp.where(unread, 0, values)
+        past_end = length - i * shape.block_tokens <= _token(keys.shape, shape)
+        values = jnp.where(past_end, 0, values)  # a buffer may hold NaN there, and 0 x NaN is NaN
         if shape.fold > 1:  # a line may hold a token of the row and one past its end
-            keys = jnp.where(unread, 0, keys)
+            keys = jnp.where(past_end, 0, keys)
     s = product(q, keys, (((1,), (1,)), ((), ()))) * shape.head_dim**-0.5
     if scales is not None:
         s = s * scales[0]
     if limits is not None:
-        seen = visible(i, s.shape, start, length, shape)
-        s = jnp.where(seen, s, NEG)
+        mask = visible(i, s.shape, start, length, shape)
+        s = jnp.where(mask, s, NEG)
     m = m_ref[...]
     m_new = jnp.maximum(m, s.max(-1, keepdims=True))
     p = jnp.exp(s - m_new)
     if limits is not None:
-        p = jnp.where(seen, p, 0)
+        p = jnp.where(mask, p, 0)
     shrink = jnp.exp(m - m_new)
     m_ref[...] = m_new
     denom_ref[...] = denom_ref[...] * shrink + p.sum(-1, keepdims=True)
     if scales is not None:
-        p = p * scales[1] if limits is None else jnp.where(seen, p * scales[1], 0)
+        p = p * scales[1] if limits is None else jnp.where(mask, p * scales[1], 0)
     more = product(p.astype(q.dtype), values, (((1,), (0,)), ((), ())))
     acc_ref[...] = acc_ref[...] * shrink + more
 
 
 def _token(shape_lines, shape: DecodeShape) -> jax.Array:
-    """Index in the block of the token at each place of its keys, int32 [lines, W]."""
+    """Index in the block of the token that each number of the keys belongs to: [lines, W]."""
     token = lax.broadcasted_iota(jnp.int32, shape_lines, 0) * shape.fold
     if shape.fold > 1:
         lane = lax.broadcasted_iota(jnp.int32, shape_lines, 1)
@@ -99,7 +105,7 @@ def _token(shape_lines, shape: DecodeShape) -> jax.Array:
 
 
 def visible(i, scores_shape, start, length, shape: DecodeShape) -> jax.Array:
-    """Which scores [fold X, lines of the block] count."""
+    """Mask of the scores [fold X, lines of the block]: whether the query reads the token."""
     rows = scores_shape[0]
     x = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     token = i * shape.block_tokens
@@ -119,14 +125,15 @@ def block_scales(
 ) -> list[jax.Array]:
     """Scales of keys and of values for each line of the block, two rows [1, P lines].
 
-    A page's two scales lie in one of the lines of scales_ref; they are turned to lanes 0 and 1 of
-    line j of block_ref and spread over the page's lines. Past `count` they are those of page 0.
+    The two scales of page j lie side by side in a line of scales_ref. A rotation brings them to
+    lanes 0 and 1 of line j of block_ref, from where they are repeated for the page's lines. Entries
+    from `count` on get the scales of page 0.
     """
     for j in range(shape.block):
         page = jnp.where(j < count, ids_ref[jnp.where(j < count, first + j, 0)], 0)
         line = scales_ref[0, pl.ds(lax.div(page, SCALED_PAGES), 1), :]
-        turn = lax.rem(LANES - 2 * lax.rem(page, SCALED_PAGES), LANES)
-        block_ref[pl.ds(j, 1), :] = pltpu.roll(line, turn, 1)
+        shift = lax.rem(LANES - 2 * lax.rem(page, SCALED_PAGES), LANES)
+        block_ref[pl.ds(j, 1), :] = pltpu.roll(line, shift, 1)
     spread = (shape.block, shape.block * shape.lines)
     page = lax.broadcasted_iota(jnp.int32, spread, 0)
     ahead = lax.broadcasted_iota(jnp.int32, spread, 1) - page * shape.lines
@@ -136,7 +143,7 @@ def block_scales(
 
 
 def finish(state, out_ref, lse_ref, shape: DecodeShape) -> None:
-    """Divide by the denominator; with two tokens in a line, join the even and the odd half."""
+    """Write output and log-sum-exp; with two tokens in a line, first join even and odd tokens."""
     m, denom, acc = (ref[...] for ref in state)
     if shape.fold > 1:
         X = m.shape[0] // 2
@@ -144,7 +151,7 @@ def finish(state, out_ref, lse_ref, shape: DecodeShape) -> None:
         even, odd = jnp.exp(m[:X] - top), jnp.exp(m[X:] - top)
         acc = even * acc[:X] + odd * pltpu.roll(acc[X:], shape.head_dim, 1)
         m, denom = top, even * denom[:X] + odd * denom[X:]
-    seen = denom > 0
-    denom = jnp.where(seen, denom, 1)
+    nonempty = denom > 0
+    denom = jnp.where(nonempty, denom, 1)
     out_ref[0, 0] = (acc / denom)[:, : shape.head_dim].astype(out_ref.dtype)
-    lse_ref[0, 0] = jnp.where(seen, m + jnp.log(denom), -jnp.inf)
+    lse_ref[0, 0] = jnp.where(nonempty, m + jnp.log(denom), -jnp.inf)

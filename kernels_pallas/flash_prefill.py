@@ -4,20 +4,31 @@
     delta = sum_h(out do),  ds = p (v do^T - delta),  dv = p do,  dk = ds q / sqrt(H),
     dq = ds^T k / sqrt(H)
 
-Scores are held transposed, [keys, queries]: sums over keys then run over sublanes, and maximum,
-denominator, LSE and delta are rows of lanes, not columns that fill one lane of a register.
-Layout: q [G, R, T, H] with G = B x K groups of R query heads; the R x queries rows of a block are
-one matrix (X), so that one product serves the group, and dk and dv sum over it.
-Grid: (G, pairs). A pair is a block of queries and a block of keys of which at least one is visible;
-the table of pairs is prefetched to SMEM (8 bytes a pair, 33 KiB at 32K tokens), so that nothing is
-spent above the diagonal. One program adds a block of keys to the state of a block of queries
-(forward, dq), or a block of queries to the gradients of a block of keys (dk, dv).
-On chip, with rows = R x queries and s = keys x rows x 4 bytes (2 MiB at 512 x 1024): forward
-about 3 s, backward about 5 s, besides double-buffered blocks of at most rows x H numbers.
-Replay: which pages a query reads is computed outside in chunks of queries by the reference's rule
-and packed into bits, [G, key blocks, words, T] (1 / 32 byte a page and query; 128 MiB for 16 groups
-at 32K tokens); a program expands the words of its block to a bias of 0 or NEG.
-Numerics: float32 softmax and accumulators; float32 inputs multiply at HIGHEST precision; for
+Grid (G, pairs), pairs in sequence. G = B x K groups of R query heads with one KV head: q is
+[G, R, T, H], k and v are [G, S, H]. A pair is a block of queries and a block of keys that some of
+the queries see. One program adds the keys of its pair to the state of the queries (forward, dq), or
+its queries to the gradients of the keys (dk, dv); the state stays on chip while its block does:
+
+              keys 0   keys 1   keys 2         order of the pairs
+    queries 0   0                              forward, dq: by rows, as numbered
+    queries 1   1        2                     dk, dv: by columns, 0 1 3 2 4 5
+    queries 2   3        4        5            above the diagonal: no pair, no time
+
+The table of pairs is prefetched to SMEM: 8 bytes a pair, 33 KiB at 32K tokens. Only blocks that the
+diagonal crosses compare positions.
+
+The R x queries rows of a block are one matrix (X), so that one product serves the whole group, and
+dk and dv sum over it. Scores are held transposed, [keys, X]: sums over keys then run over sublanes,
+and maximum, denominator, lse and delta are rows of lanes, not columns that fill one lane of a
+register.
+
+On chip per program, with s = 4 x keys x R x queries bytes of scores (2 MiB at 512 x 1,024): forward
+about 3 s, backward about 5 s, and two buffers for each block of at most X x H numbers.
+
+Replay: the pages that each query reads are packed into bits outside the kernel (page_words.py); a
+program expands the words of its block to a bias of 0 or NEG.
+
+Numerics: float32 softmax and accumulators. float32 inputs multiply at HIGHEST precision. For
 bfloat16 inputs p and ds are rounded to bfloat16 before they multiply, as in the reference.
 """
 
@@ -43,7 +54,7 @@ NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
 
 class _Spec(NamedTuple):
-    """What the kernels know at compile time. page = 0: dense."""
+    """Sizes known at compile time: heads in a group, tokens in blocks and pages (0 = dense)."""
 
     ratio: int
     queries: int
@@ -56,13 +67,13 @@ def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
     chunk=reference.QUERY_BLOCK, interpret=None, tuning=None,
 ) -> jax.Array:  # fmt: skip
-    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+    """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
-    out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
-    at each query position) only over the pages that decode would have read there; queries before
-    prompt_len_B see all. Differentiable in q, k and v; the choice of pages is constant. `chunk`
-    queries choose their pages at a time. Returns out_BTNH. ValueError for shapes or blocks that do
-    not belong together. See reference.flash_prefill.
+    Returns out_BTNH = softmax(q k^T / sqrt(H)) v over the keys up to the query. With budget_T
+    (int32 [T], the budget at each query position) only over the pages that decode would have read
+    there; queries before prompt_len_B read all pages. Differentiable in q, k and v; the choice of
+    pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
+    interpret: None = compile for a TPU. Raises ValueError for shapes or blocks that do not fit.
     """
     B, T, N, H = q_BTNH.shape
     kinds = budget_T, prompt_len_B, page, chunk
@@ -73,7 +84,7 @@ def flash_prefill(
 def _prepare(
     q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interpret, tuning
 ) -> tuple[Any, ...]:
-    """Arguments of _attend: q [G, R, T, H], k and v [G, S, H], words or None, and the spec."""
+    """The arguments of _attend: q [G, R, T, H], k and v [G, S, H], words or None, and the spec."""
     T, N = q_BTNH.shape[1:3]
     K = k_BTKH.shape[2]
     tuning = tuning or tune_prefill(T, N // K)
@@ -144,7 +155,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _forward(q_GRTH, k_GSH, v_GSH, words, spec) -> list[jax.Array]:
-    """Output [G, R, T, H] and LSE [G, 1, R x T], in the order (block, R, queries of a block)."""
+    """Output [G, R, T, H] and lse [G, 1, R x T], ordered by (block, head, query in the block)."""
     G, R, T, H = q_GRTH.shape
     rows = R * spec.queries
     lse_G1X = jax.ShapeDtypeStruct((G, 1, R * T), jnp.float32)
@@ -153,13 +164,13 @@ def _forward(q_GRTH, k_GSH, v_GSH, words, spec) -> list[jax.Array]:
 
 
 def _query_gradient(arrays, words, spec) -> jax.Array:
-    """dq from q, k, v, do [G, R, T, H], and LSE and delta [G, 1, X]."""
+    """dq from q, k, v, do [G, R, T, H], and lse and delta [G, 1, R x T]."""
     state, out = [(arrays[0].shape[3], spec.ratio * spec.queries)], [(arrays[0], "query")]
     return _call(_query_gradient_kernel, spec, state, arrays, words, out)[0]
 
 
 def _key_gradients(arrays, words, spec) -> list[jax.Array]:
-    """dk and dv, from the same."""
+    """dk and dv from the same arrays."""
     state, out = [(spec.keys, arrays[0].shape[3])] * 2, [(x, "key") for x in arrays[1:3]]
     return _call(_key_gradients_kernel, spec, state, arrays, words, out)
 
@@ -168,7 +179,7 @@ INPUTS = ["query", "key", "key", "query", "lane", "lane"]
 
 
 def _call(kernel, spec, state, arrays, words, out) -> list[jax.Array]:
-    """One pallas_call over the visible pairs of blocks; the kind of the first result stays put."""
+    """One pallas_call over the pairs of blocks, in the order of the first result's blocks."""
     G, R, T, H = arrays[0].shape
     num_queries, num_keys = T // spec.queries, arrays[1].shape[1] // spec.keys
     pairs = _pairs(num_queries, num_keys, spec, out[0][1])
@@ -200,12 +211,12 @@ def _call(kernel, spec, state, arrays, words, out) -> list[jax.Array]:
 
 
 def _pairs(num_queries, num_keys, spec, major) -> np.ndarray:
-    """(block of queries, block of keys) with a visible key, int32 [2, pairs]."""
+    """Pairs (block of queries, block of keys) with a visible key, `major` outside: [2, pairs]."""
     i, j = np.meshgrid(np.arange(num_queries), np.arange(num_keys), indexing="ij")
     if major == "key":
         i, j = i.T, j.T
-    seen = j * spec.keys < (i + 1) * spec.queries
-    return np.stack([i[seen], j[seen]]).astype(np.int32)
+    visible = j * spec.keys < (i + 1) * spec.queries
+    return np.stack([i[visible], j[visible]]).astype(np.int32)
 
 
 def _dot(a, b, contract) -> jax.Array:
@@ -215,7 +226,7 @@ def _dot(a, b, contract) -> jax.Array:
 
 
 def _block(pairs) -> tuple[jax.Array, jax.Array]:
-    """Block of queries and block of keys of this program."""
+    """The block of queries and the block of keys of this program."""
     return pairs[0, pl.program_id(1)], pairs[1, pl.program_id(1)]
 
 
@@ -232,7 +243,7 @@ def _positions(i, j, spec) -> tuple[jax.Array, jax.Array]:
 
 
 def _bias(words, i, j, spec, diagonal) -> jax.Array | None:
-    """0 where a query sees a key, else NEG: float32 [keys, queries], or None if all is visible."""
+    """0 where a query reads a key, else NEG: [keys, queries], or None if all keys are read."""
     bias = None
     if words is not None:
         num, queries = words.shape  # [words, queries]
@@ -248,7 +259,7 @@ def _bias(words, i, j, spec, diagonal) -> jax.Array | None:
 
 
 def _scores(q_RTH, k_SH, words, i, j, spec, diagonal) -> jax.Array:
-    """s [keys, rows], NEG where invisible."""
+    """s [keys, R x queries], NEG where a query does not read a key."""
     s = _dot(k_SH[...], _rows(q_RTH), NT) * k_SH.shape[1] ** -0.5
     if (bias := _bias(words, i, j, spec, diagonal)) is None:
         return s
@@ -257,7 +268,7 @@ def _scores(q_RTH, k_SH, words, i, j, spec, diagonal) -> jax.Array:
 
 
 def _on_block(i, j, spec, add) -> None:
-    """add(diagonal): only blocks that the diagonal crosses compare positions."""
+    """Call add(diagonal); diagonal = False if every query of the block sees every key of it."""
     whole = (j + 1) * spec.keys <= i * spec.queries + 1
     pl.when(whole)(lambda: add(False))
     pl.when(jnp.logical_not(whole))(lambda: add(True))
@@ -266,7 +277,7 @@ def _on_block(i, j, spec, add) -> None:
 def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last) -> None:
     """pairs: [2, n] in SMEM. q: [R, queries, H]. k, v: [keys, H]. Replay: words [words, queries].
 
-    Results: out as q, lse [1, rows]. State: maximum and denominator [1, rows], acc [H, rows].
+    Results: out as q, lse [1, X]. State: maximum and denominator [1, X], acc [H, X].
     """
     *words, out_RTH, lse_1X, max_1X, sum_1X, acc_HX = refs
     i, j = _block(pairs)
@@ -278,7 +289,7 @@ def _forward_kernel(pairs, q_RTH, k_SH, v_SH, *refs, spec, last) -> None:
         acc_HX[...] = jnp.zeros_like(acc_HX)
 
     def add(diagonal) -> None:
-        # Every query sees key 0, so the first block leaves a real maximum behind.
+        # Every query reads key 0, so the maximum is a real score after the first block.
         s = _scores(q_RTH, k_SH, words[0] if words else None, i, j, spec, diagonal)
         top = jnp.maximum(max_1X[...], s.max(0, keepdims=True))
         p = jnp.exp(s - top)
@@ -301,14 +312,14 @@ def _last_key_block(i, spec, last) -> jax.Array:
 
 
 def _weights(s, lse_1X) -> jax.Array:
-    """p from the saved log-sum-exp."""
+    """p from the saved log-sum-exp of the forward pass."""
     return jnp.exp(s - lse_1X[...])
 
 
 def _query_gradient_kernel(
     pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last
 ) -> None:
-    """As forward; do as q, lse and delta [1, rows]. Result dq as q, state [H, rows]."""
+    """Inputs as forward; do as q; lse and delta [1, X]. Result: dq as q. State: acc [H, X]."""
     *words, dq_RTH, acc_HX = refs
     i, j = _block(pairs)
 
@@ -332,7 +343,7 @@ def _query_gradient_kernel(
 def _key_gradients_kernel(
     pairs, q_RTH, k_SH, v_SH, do_RTH, lse_1X, delta_1X, *refs, spec, last
 ) -> None:
-    """As dq, but the keys stay and the queries pass. Results and state: dk, dv [keys, H]."""
+    """Inputs as for dq; keys stay on chip, queries change. Results and state: dk, dv [keys, H]."""
     *words, dk_SH, dv_SH, dk_acc, dv_acc = refs
     i, j = _block(pairs)
 

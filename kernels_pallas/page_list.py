@@ -1,7 +1,11 @@
-"""From scores to the list of pages, in select_pages: an exact top-k without a sort.
+"""An exact top-k without a sort: steps 2 and 3 of select_pages, from scores to the list of pages.
+
+    threshold = max {t: at least k keys are >= t}
+    chosen    = keys > threshold, and of keys = threshold as many as are missing, lowest page first
+    list[j]   = the chosen page with j chosen pages before it
 
 Keys are scores as order-preserving int32, [blocks of 128 pages, rows of heads, 128 lanes]; a page
-that is no candidate has LOWEST. See select_pages.py, steps 2 and 3.
+that is not a candidate has the key LOWEST.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 def page_of_lane(g, group, rows) -> jax.Array:
-    """Logical page of every lane of group g, int32 [group, rows, 128]."""
+    """The logical page of every lane of group g, int32 [group, rows, 128]."""
     shape = (group, rows, LANES)
     block = g * group + lax.broadcasted_iota(jnp.int32, shape, 0)
     return block * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
@@ -28,13 +32,13 @@ def is_candidate(page, n) -> jax.Array:
 
 
 def ordered_key(score) -> jax.Array:
-    """int32 that compare as the float32 do; both zeros are equal."""
+    """int32 in the order of the float32 scores; -0 equals 0."""
     bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & HIGHEST)
 
 
 def _count(keys_ref, thresholds, num_groups, group) -> list[jax.Array]:
-    """Per threshold, how many keys of each head reach it: float32 [rows, 1]."""
+    """For each threshold, the number of keys per head that reach it: float32 [rows, 1]."""
 
     def add(g, totals) -> tuple[jax.Array, ...]:
         keys = keys_ref[pl.ds(g * group, group)]
@@ -47,10 +51,10 @@ def _count(keys_ref, thresholds, num_groups, group) -> list[jax.Array]:
 
 
 def find_threshold(keys_ref, k, num_groups, undecided, tuning) -> tuple[jax.Array, jax.Array]:
-    """The k-th largest key of each head, and how many are above: int32 [rows, 1] both.
+    """The k-th largest key of each head, and the number of larger keys: both int32 [rows, 1].
 
-    threshold = max {t: at least k keys are >= t}, found from its highest bits down. Nothing is
-    above it if k = 0, every candidate if all are to be taken.
+    The threshold is found from its highest bits down. No key is above it if k = 0, and every
+    candidate is if all are chosen.
     """
     rows, digit = keys_ref.shape[1], tuning.digit
     wanted = k.astype(jnp.float32)
@@ -64,13 +68,13 @@ def find_threshold(keys_ref, k, num_groups, undecided, tuning) -> tuple[jax.Arra
 
     start = jnp.full((rows, 1), jnp.where(k == 0, HIGHEST, LOWEST), jnp.int32)
     threshold = lax.fori_loop(0, jnp.where(undecided, 32 // digit, 0), add_digit, start)
-    # t + 1 overflows at k = 0 only, where nothing is to be counted.
+    # threshold + 1 overflows only if k = 0; the count is not used then.
     (above,) = _count(keys_ref, [threshold + 1], num_groups, tuning.group)
     return threshold, jnp.where(k == 0, 0, above.astype(jnp.int32))
 
 
 def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, group) -> None:
-    """Put the chosen pages of each head in a row; room: how many keys equal to the threshold."""
+    """Write the chosen pages of each head; room: how many with a key equal to the threshold."""
     K, width = list_ref.shape[1:]
     rows = keys_ref.shape[1]
     before = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
@@ -90,7 +94,7 @@ def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, grou
         for i in range(group):
             base = listed if i == 0 else rank[i - 1, :, LANES - 1 :]
             end = rank[i, :, LANES - 1 :]
-            # Entries base .. base + 127 of the list, each in the lane where it will be stored.
+            # Entries base .. base + 127 of the list, each in the lane in which it is stored.
             entry = base + ((lane - base) & (LANES - 1))
             at = _search(rank[i], entry)
             ids = jnp.broadcast_to(ids_ref[0, pl.ds(g * group + i, 1)], (rows, LANES))
@@ -108,9 +112,9 @@ def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, grou
 
 
 def _ranks(chosen, upper, before) -> tuple[jax.Array, jax.Array]:
-    """Chosen pages up to and with each lane, after `before` earlier ones; and the new total.
+    """The number of chosen pages up to each lane, plus `before`; and the total.
 
-    A product of zeros and ones: exact in bfloat16 with sums in float32.
+    A matrix product of zeros and ones, which is exact in bfloat16 with float32 sums.
     """
     group, rows, _ = chosen.shape
     ones = jnp.where(chosen, 1.0, 0.0).reshape(group * rows, LANES).astype(jnp.bfloat16)
@@ -124,7 +128,7 @@ def _ranks(chosen, upper, before) -> tuple[jax.Array, jax.Array]:
 
 
 def _search(rank, entry) -> jax.Array:
-    """Lane of the page that is entry number `entry`: how many lanes have a rank <= entry."""
+    """The lane of list entry `entry`, which is the number of lanes with a rank <= entry."""
     at = jnp.zeros(entry.shape, jnp.int32)
     step = LANES // 2
     while step:
@@ -134,5 +138,5 @@ def _search(rank, entry) -> jax.Array:
 
 
 def take(x, lanes) -> jax.Array:
-    """x at other lanes of the same row."""
+    """x[r, lanes[r, l]]: a gather along the lanes of each row."""
     return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")

@@ -1,16 +1,11 @@
 """Plain-XLA versions of every kernel: the CPU path, and what the Pallas kernels are tested against.
 
-Cache layout (shared with the kernels): `kv_pages_LKM` holds, for layer L, KV head K and physical
-page M, one contiguous block of 2 x C x H numbers: C keys (x = 0), then C values (x = 1). The last
-axes of the array only say how a block is stored (page_shape): for a TPU in rows of 128 lanes. Page
-0 is the null page: writes of padding go there, and nothing reads it. `landmarks_LMKH` is the mean
-of the C keys of a page, all heads side by side (landmark_shape), written when the page completes. A
-sequence owns the physical pages `page_table_BP[b]`; its token t lives in page t // C at offset
-t % C.
+The cache, its page table and its landmarks are laid out as layout.py describes.
 
-Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
-read, and of the others the k whose landmark has the largest dot product with the mean query of the
-head's group. See common/oracles/sparse_attention.py for the same rules in float64.
+Page selection follows arXiv 2606.08446, section 2. Page 0 and the last two pages of a sequence are
+always read (NUM_RESERVED). Of the other pages a query reads the k with the largest dot product of
+landmark and mean query of the head's group; k is the budget. common/oracles/sparse_attention.py has
+the same rule in float64.
 """
 
 from __future__ import annotations
@@ -37,12 +32,13 @@ HEAD_ELEMENTS = 2**24
 def select_pages(
     q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected
 ) -> tuple[jax.Array, jax.Array]:
-    """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
+    """The physical pages that each (sequence, KV head) reads, in the order of the sequence.
 
-    q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
-    k_B: budget of the row, at most max_selected - 3. Scores are float32, the top-k is exact, ties
-    go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
-    = the tail page) and count_B = min(k + 3, num_pages).
+    q_BNH: the queries of one token per row. num_pages_B: pages of the row, a partly filled last
+    page included. k_B: budget of the row, at most max_selected - 3. Scores are float32, the top-k
+    is exact, and of pages with equal scores the lower one is chosen. Returns page_ids_BKJ
+    (J = max_selected; the last used entry is the row's last page, unused entries are 0) and
+    count_B = min(k + 3, num_pages), the number of used entries.
     """
     P = page_table_BP.shape[1]
     scores_BKP = page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP)
@@ -53,7 +49,7 @@ def select_pages(
 
 
 def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP) -> jax.Array:
-    """Score [B, K, P] of each page: its landmark times the mean query of the group, in float32."""
+    """Scores [B, K, P] of pages: landmark . mean query of the group, in float32."""
     B, _, H = q_BNH.shape
     M, K = landmarks_LMKH.shape[1], math.prod(landmarks_LMKH.shape[2:]) // H
     P = page_table_BP.shape[1]
@@ -70,7 +66,7 @@ def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP) -> jax.Array:
 
 
 def top_pages(scores_BKP, num_pages_B, k_B, max_selected) -> tuple[jax.Array, jax.Array]:
-    """Sorted logical page ids [B, K, max_selected] (unused entries = P) and how many are used."""
+    """Sorted logical page ids [B, K, max_selected], unused entries P; and the number used, [B]."""
     B, K, P = scores_BKP.shape
     pages, n = jnp.arange(P), num_pages_B[:, None, None]
     candidate = (pages >= 1) & (pages < n - 2)
@@ -92,15 +88,15 @@ def top_pages(scores_BKP, num_pages_B, k_B, max_selected) -> tuple[jax.Array, ja
 def sparse_decode(
     q_BTNH, kv_pages_LKM, layer, page_ids, start_B, length_B
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
+    """Attention of T query tokens per row over listed pages; returns (out_BTNH, lse_BTN).
 
-    out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
-    page_ids is [B, K, J] (selected pages) or [B, P] (the page table itself: dense decode, no list).
-    length_B counts listed tokens, (count - 1) * C + tokens in the tail page, and start_B those of
-    them that come before the first query. Query t sees the first min(start + t + 1, length), so
-    that new tokens attend causally to each other; with a selected list they lie in its last pages.
-    Rows of length 0 give 0 and LSE = -inf. Returns out_BTNH in q's type and lse_BTN in float32.
-    The work of a row follows its own length, not the width of page_ids.
+    out = softmax(q k^T / sqrt(H)) v in q's type and lse = log sum exp(q k^T / sqrt(H)) in float32,
+    over the first length_B tokens of the listed pages. page_ids is [B, K, J], selected pages, or
+    [B, P], the page table itself (dense decode, for which no list is made). length_B counts the
+    tokens of the listed pages, (count - 1) C + tokens in the last page; start_B counts those before
+    the first query. Query t reads the first min(start + t + 1, length) tokens, so that new tokens
+    attend causally to each other; a selected list has them in its last pages. Rows of length 0 give
+    0 and lse = -inf. A row takes time by its own length, not by the width of page_ids.
     """
     B, T, N, H = q_BTNH.shape
     _, K, M, _, C, _ = logical_pages(kv_pages_LKM, H).shape
@@ -121,7 +117,7 @@ def sparse_decode(
         q = q_XH[i].astype(jnp.float32) * H**-0.5
         num_full = length_B[b] // C
         limit = jnp.minimum(start_B[b] + query + 1, length_B[b])
-        # Past the full pages the list repeats its first page: real numbers, which get no weight.
+        # Entries past the full pages become the first page: its finite numbers get weight 0.
         full_J = jnp.where(jnp.arange(ids_J.shape[0]) < num_full, ids_J, ids_J[0])
         tail = lax.dynamic_slice_in_dim(ids_J, jnp.minimum(num_full, width - 1), 1)
         index = num_full * C + jnp.arange(C)
@@ -136,9 +132,9 @@ def sparse_decode(
             return j + 1, *_attend_more(state, q, read(rows), read(rows + 1), visible)
 
         _, m, denom, acc = lax.while_loop(lambda s: s[0] * step < num_full, chunk, (0, *state))
-        seen = denom > 0
-        denom = jnp.where(seen, denom, 1)
-        return acc / denom[:, None], jnp.where(seen, m + jnp.log(denom), -jnp.inf)
+        nonempty = denom > 0
+        denom = jnp.where(nonempty, denom, 1)
+        return acc / denom[:, None], jnp.where(nonempty, m + jnp.log(denom), -jnp.inf)
 
     bytes_per_row = step * 2 * C * H * kv_pages_LKM.dtype.itemsize
     out, lse = lax.map(attend, jnp.arange(B * K), batch_size=_rows_per_step(bytes_per_row))
@@ -148,7 +144,7 @@ def sparse_decode(
 
 
 def _nothing(q_XH) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Online-softmax state before the first key: (max, denominator, weighted sum of values)."""
+    """State of the online softmax before the first key: (max, denominator, weighted values)."""
     rows = q_XH.shape[0]
     return jnp.full(rows, NEG), jnp.zeros(rows), jnp.zeros(q_XH.shape)
 
@@ -156,7 +152,7 @@ def _nothing(q_XH) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _attend_more(
     state, q_XH, key_SH, value_SH, visible_XS
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The state after further keys; invisible ones have weight 0."""
+    """The state of the online softmax after further keys; masked keys have weight 0."""
     m, denom, acc = state
     s = jnp.where(visible_XS, q_XH @ key_SH.T, NEG)
     m_new = jnp.maximum(m, s.max(-1))
@@ -166,7 +162,7 @@ def _attend_more(
 
 
 def _rows_per_step(bytes_per_row) -> int | None:
-    """Rows handled together in a loop: one if it fills the cache, several if rows are tiny."""
+    """Rows that a loop handles together: at most 32, and GATHER_BYTES; None for one at a time."""
     rows = min(32, GATHER_BYTES // max(bytes_per_row, 1))
     return rows if rows > 1 else None
 
@@ -174,10 +170,11 @@ def _rows_per_step(bytes_per_row) -> int | None:
 def append_kv(
     kv_pages_LKM, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
 ) -> tuple[jax.Array, jax.Array]:
-    """Write T new tokens per row at positions start .. start + num_new - 1, in place under jit.
+    """The pool and the landmarks with T new tokens per row; in place where the caller donates them.
 
-    Tokens past num_new_B, or past the page table, go to the null page. A page whose last token is
-    among the new ones gets its landmark: the float32 mean of its C keys, in the cache's type.
+    Row b writes tokens 0 .. num_new - 1 at positions start .. start + num_new - 1. Other tokens,
+    and those past the page table, go to the null page. A page that a new token completes gets its
+    landmark: the float32 mean of its C keys, rounded to the landmarks' type.
     """
     B, T, K, H = k_BTKH.shape
     kv_pages_LKMxCH = logical_pages(kv_pages_LKM, H)
@@ -207,14 +204,14 @@ def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
     policy="mean",
 ) -> jax.Array:  # fmt: skip
-    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+    """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
-    budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
-    dense. Query t sees exactly the pages that decode would have read at position t; policy: another
-    rule for the choice, from policies.py. Differentiable in q, k and v (the choice is fixed). The
-    sequence is cut into SEGMENTS that read only the keys up to their own end, and these into blocks
-    of at most `chunk` queries, recomputed in the backward pass: memory is B x N x chunk x T.
-    Returns out_BTNH.
+    Returns out_BTNH. budget_T: int32 [T], the budget k at each query position; None = dense.
+    Queries before prompt_len_B are dense. Query t reads exactly the pages that decode would have
+    read at position t; policy names another rule of policies.py that ranks pages. Differentiable in
+    q, k and v; the choice of pages is a constant. The sequence is cut into SEGMENTS that read keys
+    up to their own end only, and these into blocks of at most `chunk` queries that the backward
+    pass recomputes, so that memory is B x N x chunk x T numbers.
     """
     T = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
@@ -237,7 +234,7 @@ def flash_prefill(
 
 
 def _map_queries(block, start, q_BtNH, chunk) -> jax.Array:
-    """block(position of the first query, queries), in blocks of at most `chunk` queries."""
+    """Apply block(position of its first query, queries) to at most `chunk` queries at a time."""
     B, t, N, H = q_BtNH.shape
     if t <= chunk:
         return block(start, q_BtNH)
@@ -250,7 +247,7 @@ def _map_queries(block, start, q_BtNH, chunk) -> jax.Array:
 
 
 def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> jax.Array:
-    """Attention of queries first, first + 1, ... over the given keys, causal or by pages."""
+    """Causal attention of queries first, first + 1, ... to the given keys, or to some pages."""
     B, t, N, H = q_BtNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKRtH = q_BtNH.reshape(B, t, K, N // K, H).transpose(0, 2, 3, 1, 4)
@@ -267,7 +264,7 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> jax.Array:
 
 
 def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page) -> jax.Array:
-    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
+    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; all keys in prompts."""
     num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
     summary = jax.tree.map(lambda x_BKP: x_BKP[:, :, :num_pages], summary)
@@ -279,7 +276,7 @@ def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, 
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t) -> jax.Array:
-    """Pages each query reads, bool [B, K, t, P]: reserved ones and the top-k of the others."""
+    """Whether a query reads a page, bool [B, K, t, P]: reserved pages and the top-k of the rest."""
     P = scores_BKtP.shape[-1]
     pages, n, k = jnp.arange(P), num_pages_t[:, None], budget_t[:, None]
     candidate = (pages >= 1) & (pages < n - 2)
@@ -294,9 +291,9 @@ def page_mask(scores_BKtP, num_pages_t, budget_t) -> jax.Array:
 
 
 def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of each token and entropy of its distribution, softmax(head hidden / temperature).
+    """Log-prob of each token, and the entropy of softmax(head . hidden / temperature), both [X].
 
-    Float32, in nats, differentiable; blocks of tokens, so that nothing of size [X, V] exists.
+    Float32, in nats, differentiable. Tokens are handled in blocks, so that no array [X, V] exists.
     """
 
     def block(hidden_cD, token_c) -> tuple[jax.Array, jax.Array]:
@@ -310,7 +307,7 @@ def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0) -> tuple[jax.
 def acceptance_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
+    """alpha = sum_v min(p_dense, p_sparse), the acceptance rate, and log p_sparse of the token."""
 
     def block(dense_cD, sparse_cD, token_c) -> tuple[jax.Array, jax.Array]:
         p_dense = jax.nn.softmax(_logits(dense_cD, head_VD) / temperature)
@@ -324,7 +321,7 @@ def acceptance_overlap(
 def topk_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20
 ) -> jax.Array:
-    """Lower bound of alpha: sum of min(p_dense, p_sparse) over the tokens in both top lists."""
+    """Lower bound of alpha: the sum of min(p_dense, p_sparse) over tokens in the top of both."""
 
     def block(dense_cD, sparse_cD) -> jax.Array:
         lists = (
@@ -344,7 +341,7 @@ def _logits(hidden_XD, head_VD) -> jax.Array:
 
 
 def _blocks(f, vocab, *arrays) -> Any:
-    """Apply f to blocks of at most HEAD_ELEMENTS / V rows, recomputed in the backward pass."""
+    """Apply f to blocks of at most HEAD_ELEMENTS / V rows; the backward pass recomputes them."""
     num = arrays[0].shape[0]
     size = max(1, min(num, HEAD_ELEMENTS // vocab))
     pad = -num % size

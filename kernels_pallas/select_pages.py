@@ -4,27 +4,39 @@
     chosen[b, k]   = {0, n - 2, n - 1} and the k_b best of 1 .. n - 3, ties to the lower page
     page_ids       = page_table[b, sorted(chosen)], then zeros
 
-Grid (B,): one program owns one row with all its KV heads (heads are sublanes, pages lanes) and does
+Grid (B,): one program owns one row with all its KV heads (heads in sublanes, pages in lanes), and
+works in three steps.
 
-1. gather and score: landmarks come from HBM, `unit` pages a step, ring - 1 units in flight. Where
-   the pages of a unit follow one another in the pool, as pages taken together do, that is one DMA;
-   else one per page, of K x H numbers. Only the first n - 2 pages (to a multiple of `unit`) are
-   fetched, and none at all if k = 0 or every page is chosen. One product on the MXU, queries by the
-   rows of all pages and heads, gives every head's score with every head's landmarks; a gather along
-   lanes keeps those of its own. The product is one of float32: against bfloat16 landmarks the query
-   is split into three bfloat16 parts, which are it exactly, side by side in the same pass.
-2. threshold: the k-th largest score as an order-preserving int32, `digit` bits at a time from the
-   top, by counting (no sort exists in a kernel); equal scores then fill up from the lowest page.
-3. list: ranks by a triangular matrix product per 128 pages; entry j of a head is the page whose
-   rank is j, found for 128 entries at once by binary search over the ranks (a gather along lanes).
-   No scalar loop, and no page id as a float.
+1. Gather and score. Landmarks are copied from HBM in units of `unit` pages through a ring of
+   buffers, of which all but one are in flight:
 
-Heads of fewer than 128 numbers lie side by side in rows of 128 lanes ([L, M, K H / 128, 128], the
-stored form, which XLA keeps as it is; it would transpose [L, M, K, 64] and copy the pool).
+       pages of the row   | unit 0 | unit 1 | unit 2 | ... | unit ring - 1 | unit ring | ...
+       buffer                 0        1        2               ring - 1         0
+                           scored   |________ in flight _________________|  starts after unit 0
 
-On-chip bytes per program, P = pages padded to 512, 8 x 128 bfloat16 in brackets for P = 2,560: VMEM
-ring unit K H landmarks (1 MiB), 4 max(K, 8) P keys (80 KiB) and twice 4 P ids, queries and 4 K J
-list (44 KiB); SMEM 2 x 4 P, the table of this and the next row (20 KiB), 8 P / unit and 8 B + 4.
+   A unit takes one DMA if its pages follow one another in the pool, as pages that were allocated
+   together do, else one DMA of K x H numbers per page. Only the first n - 2 pages are fetched (to a
+   multiple of `unit`), and none if k = 0 or every page is chosen. One product on the MXU of the
+   queries with the rows of all pages and heads gives the score of every head with the landmarks of
+   every head; a gather along lanes keeps each head's own.
+2. Threshold. The k-th largest score as an order-preserving int32, found `digit` bits at a time from
+   the highest bits by counting (a kernel has no sort). Pages with equal scores are then taken from
+   the lowest page on.
+3. List. A triangular matrix product ranks the chosen pages, 128 at a time. Entry j of a head is the
+   page of rank j, found for 128 entries at once by binary search over the ranks (gathers along
+   lanes), without a scalar loop.
+
+Numerics: scores are float32 products. Against bfloat16 landmarks the query is split into three
+bfloat16 parts with exactly its sum, which go through the MXU in the same pass. After that every
+step is exact: keys and page ids are integers.
+
+Heads of fewer than 128 numbers lie side by side in rows of 128 lanes ([L, M, K H / 128, 128], see
+layout.landmark_shape), because XLA would copy [L, M, K, 64] into another layout.
+
+On-chip bytes per program, with P pages padded to 512 (in brackets: P = 2,560, 8 heads of 128,
+bfloat16). VMEM: the ring, 2 x ring x unit x K H (1 MiB); keys, 4 max(K, 8) P (80 KiB); two buffers
+of page ids, 4 P each, of queries, and of the list, 4 K J (44 KiB). SMEM: the page table of this and
+the next row, 2 x 4 P (20 KiB), their runs, 8 P / unit, and 8 B + 4.
 """
 
 from __future__ import annotations
@@ -55,10 +67,11 @@ def select_pages(
     tuning=None,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Physical pages that each (sequence, KV head) reads; see reference.select_pages.
+    """The physical pages that each (sequence, KV head) reads: (page_ids_BKJ, count_B).
 
-    landmarks_LMKH: as in the reference, or as stored. tuning: a SelectTuning. interpret: None =
-    compile for a TPU; a pltpu.InterpretParams runs it on a CPU.
+    Arguments and results as in reference.select_pages; landmarks_LMKH is [L, M, K, H] or
+    [L, M, K H / 128, 128]. tuning: a SelectTuning. interpret: None = compile for a TPU; a
+    pltpu.InterpretParams runs it on a CPU. Raises ValueError for shapes or sizes that do not fit.
     """
     B, N, H = q_BNH.shape
     P = page_table_BP.shape[1]
@@ -90,7 +103,7 @@ def select_pages(
 
 
 def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret) -> Callable[..., jax.Array]:
-    """The kernel: (layer, pages, k, table, runs, table, queries, landmarks) -> list."""
+    """The kernel as a function of (layer, pages, k, table, runs, table, queries, landmarks)."""
     B, blocks = queries.shape[0], padded // LANES
 
     def row(*shape, space=pltpu.VMEM) -> pl.BlockSpec:
@@ -125,10 +138,10 @@ def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret) -> Calla
 
 
 def _pack_queries(q_BKH, dtype, width) -> jax.Array:
-    """[B, parts x max(K, 8), W]: query of head h in the lanes of its landmarks; float32 in parts.
+    """Mean queries [B, parts x max(K, 8), W], each in the lanes in which its landmarks lie.
 
-    Three bfloat16 numbers sum to a float32 exactly. reduce_precision: unlike a pair of casts, XLA
-    never takes it for a needless detour.
+    Against bfloat16 landmarks a float32 query is the exact sum of three bfloat16 parts. They are
+    made by reduce_precision, because XLA may remove a pair of casts.
     """
     B, K, H = q_BKH.shape
     heads = width // H
@@ -145,7 +158,7 @@ def _pack_queries(q_BKH, dtype, width) -> jax.Array:
 
 
 def _rows_of_lanes(landmarks_LMKH, head_dim) -> jax.Array:
-    """The landmarks in the form in which they are stored, [L, M, R, 128] if heads fill the rows."""
+    """The landmarks as they are stored: [L, M, K H / 128, 128] if heads fill the rows."""
     L, M, rows, lanes = landmarks_LMKH.shape
     if lanes == head_dim < LANES and LANES % head_dim == 0 and rows * head_dim % LANES == 0:
         return landmarks_LMKH.reshape(L, M, rows * head_dim // LANES, LANES)
@@ -176,16 +189,17 @@ def _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected,
 
 
 def _prepare_table(page_table_BP, num_pages_B, padded) -> jax.Array:
-    """The table with the row's first page in place of its padding: real pages, which get no use."""
+    """The page table, padded: unused entries are the row's first page, which exists."""
     used = jnp.arange(page_table_BP.shape[1]) < num_pages_B[:, None]
     table_BP = jnp.where(used, page_table_BP, page_table_BP[:, :1]).astype(jnp.int32)
     return jnp.pad(table_BP, ((0, 0), (0, padded - table_BP.shape[1])), mode="edge")
 
 
 def _runs(table_BP, num_pages_B, unit, num_physical) -> jax.Array:
-    """First page of each unit whose pages follow one another in the pool, else -1: [B, units].
+    """The first page of each unit with pages that follow one another in the pool, else -1.
 
-    Pages past the row's last need not: any page may be read in their place that exists.
+    Returns [B, units]. Entries past the row's last page may hold anything: whatever page lies there
+    is read and ignored.
     """
     B, P = table_BP.shape
     table_BUu = table_BP.reshape(B, -1, unit)
@@ -199,7 +213,7 @@ def _runs(table_BP, num_pages_B, unit, num_physical) -> jax.Array:
 def _kernel(
     layer_ref,  # [1] int32, SMEM
     num_pages_ref,  # [B] int32, SMEM
-    k_ref,  # [B] int32, SMEM: pages to take of the candidates
+    k_ref,  # [B] int32, SMEM: number of candidates to choose
     table_ref,  # [1, 1, P] int32, SMEM
     runs_ref,  # [1, 1, P / unit] int32, SMEM: _runs
     ids_ref,  # [1, P / 128, 128] int32, VMEM: the table again
@@ -219,7 +233,7 @@ def _kernel(
     num_units = pl.cdiv(jnp.where(undecided, n - 2, 0), tuning.unit)
 
     def clear(g, _) -> int:
-        """Every candidate with the same score, which is right where no score is needed."""
+        """Give every candidate the same score, which is enough if none or all are chosen."""
         page = page_list.page_of_lane(g, group, keys_ref.shape[1])
         candidate = page_list.is_candidate(page, n)
         keys_ref[pl.ds(g * group, group)] = jnp.where(candidate, 0, page_list.LOWEST)
@@ -235,7 +249,7 @@ def _kernel(
 
     def score(unit, _, more) -> int:
         _wait(unit, buffer_ref, sem)
-        pages = buffer_ref[_slot(unit, tuning.ring)]  # loads are not moved across DMAs: before them
+        pages = buffer_ref[_slot(unit, tuning.ring)]  # before a DMA, as no load is moved over one
         if more:
             fetch(unit + tuning.ring - 1)
         _score(unit, n, pages, q_ref[0], keys_ref, list_ref.shape[1])
@@ -277,7 +291,7 @@ def _wait(unit, buffer_ref, sem) -> None:
 
 
 def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads) -> None:
-    """The keys of a unit, each put into the lane of its page."""
+    """Write the order-preserving scores of a unit into the lanes of their pages in keys_ref."""
     num, R, W = pages_uRW.shape
     rows = keys_ref.shape[1]
     exact = lax.Precision.HIGHEST if q_QW.dtype == jnp.float32 else None
@@ -299,7 +313,7 @@ def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads) -> None:
 
 
 def _take_from(x, at) -> jax.Array:
-    """x[r, at[r, l]] of a wide x, by rows of 128 lanes; anything where `at` is outside."""
+    """x[r, at[r, l]] of an x of more than 128 lanes; undefined where `at` is outside."""
     out = jnp.zeros(at.shape, x.dtype)
     for first in range(0, x.shape[1], LANES):
         piece = x[:, first : first + LANES]

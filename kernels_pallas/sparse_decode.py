@@ -1,28 +1,39 @@
 """Decode attention over listed pages of the paged cache: output and log-sum-exp, on TPU.
 
     out = softmax(q k^T / sqrt(H)) v        over the first `length` tokens of the listed pages
-    lse = log(sum(exp(q k^T / sqrt(H))))    query t sees the first min(start + t + 1, length)
+    lse = log(sum(exp(q k^T / sqrt(H))))    query t reads the first min(start + t + 1, length)
 
-Grid (K, B), heads parallel, rows in sequence: one program owns one row and one KV head, with all
-its T x R queries. The pool stays in HBM. Pages are copied one by one into a ring of buffers, each a
-block of P pages (tuning.DecodeTuning), and a block is one step of the online softmax. While block i
-is multiplied, blocks i + 1 .. i + ring - 1 are in flight; past the end of a row these are the first
-blocks of the next one, so that only the first row of a head waits. A block that is full and wholly
-visible starts the copies and the products in one straight piece of code (hot), where the compiler
-runs them side by side; others (the last block of a row, or before a short one) start exactly the
-pages that exist and mask the rest, values too, since 0 x NaN is NaN (cold).
+Grid (K, B), heads in parallel, rows in sequence: one program owns one KV head of one row, with all
+its T x R queries. The pool stays in HBM. A DMA per page copies the listed pages into a ring of
+buffers in VMEM. A buffer holds a block of P pages (tuning.DecodeTuning), and a block is one step of
+the online softmax. While block i is multiplied, the next ring - 1 blocks are in flight. Behind the
+last block of a row these are the first blocks of the next row, so that only the first row of a head
+waits for its pages. With a ring of 4 and rows of 3 and 5 blocks:
+
+    list of row b        | block 0 | block 1 | block 2 |
+    list of row b + 1                                  | block 0 | block 1 | ...
+    buffer                    0         1         2         3         0
+                              |         |_________|_________|         |
+                         multiplied now       in flight       starts when block 1 is multiplied
+
+Buffers with an even and an odd number are separate arrays. The compiler then knows that a copy into
+one and a product from the other are independent, and runs them side by side. If a block is full,
+visible to every query, and followed by a full block, copies and products stand in one straight
+piece of code (`hot`). Otherwise, at the end of a row or before a short one, the program starts as
+many copies as there are pages and masks the rest, values included, since 0 x NaN is NaN.
 
 On chip, per program: ring x P pages; q, output and state of at most 2 T R x 128 numbers; in SMEM
 the lists of this row and the next (two windows of 2 J ids); with page scales, two windows of the
 head's scales, 8 M bytes each. P = 32, ring 6, C = 16, H = 128, bfloat16: 1.6 MiB.
 
-A page of W = 128 lanes holds C H / W lines of keys, then as many of values. With H = 64 a line is
-two tokens, and the queries come twice, as [q, 0] for the even tokens and [0, q] for the odd ones:
-one product gives both, they are two softmaxes, and the end joins them.
+A page of W = 128 lanes holds C H / W lines of keys, then as many of values (layout.py). With H = 64
+a line holds two tokens. The queries are then passed twice, as [q, 0] for even and [0, q] for odd
+tokens, so that one product gives the scores of both; each half has its own softmax, and
+decode_block.finish joins them.
 
-Numerics: products take bfloat16 if query and cache are that or narrower (float8 is exact in it),
-else float32 with HIGHEST; they sum in float32, as do softmax and state. Weights are rounded to the
-products' type for the second product; the denominator sums them unrounded.
+Numerics: products take bfloat16 if query and cache are bfloat16 or narrower (float8 is exact in
+it), else float32 at HIGHEST precision. Products, softmax and state accumulate in float32. Weights
+are rounded to the products' type for the second product; the denominator sums them unrounded.
 """
 
 from __future__ import annotations
@@ -60,12 +71,13 @@ def sparse_decode(
     chip: str | None = None,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As reference.sparse_decode: out_BTNH in q's type and lse_BTN in float32.
+    """Attention over listed pages as reference.sparse_decode: (out_BTNH, lse_BTN).
 
-    page_ids: [B, K, J] selected pages, or [B, P] the page table itself (dense decode; no list is
-    made). page_scales_LKM: float32 [L, K, M, 2], what the stored keys and values of each page are
-    multiplied by (None = 1). Head dims 64 and 128. chip: whose tuning to use, where it is not the
-    default device. interpret: None, or pltpu.InterpretParams.
+    page_ids: [B, K, J], selected pages, or [B, P], the page table itself (dense decode).
+    page_scales_LKM: float32 [L, K, M, 2], factors of the stored keys and values of each page
+    (None = 1). Head dims 64 and 128. chip: jax's device_kind to tune for (None = the default
+    device). interpret: None = compile for a TPU; a pltpu.InterpretParams runs it on a CPU. Raises
+    ValueError for shapes that the kernel does not take.
     """
     B, T, N, H = q_BTNH.shape
     L, K, M = kv_pages_LKM.shape[:3]
@@ -73,7 +85,7 @@ def sparse_decode(
     _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret)
     tuning = tuning or tune_decode(kv_pages_LKM.dtype, H, C, chip)
     if tuning.num_buffers % 2:
-        raise ValueError(f"{tuning.num_buffers=}: expected an even number, two halves of a ring")
+        raise ValueError(f"{tuning.num_buffers=}: expected an even number; change tuning")
     shape = DecodeShape(T, N // K, H, C, M, K, tuning.pages_per_block, tuning.num_buffers)
     pool = kv_pages_LKM.reshape(L * K * M, *page_shape(C, H))
     scales = []
@@ -99,17 +111,19 @@ def _check(q_BTNH, kv_pages_LKM, page_ids, page_scales_LKM, C, interpret) -> Non
     if H not in (64, 128):
         raise ValueError(f"{H=}: expected a head dim of 64 or 128; use the reference for others")
     if N % K:
-        raise ValueError(f"{N=}: expected a multiple of the {K} KV heads")
+        raise ValueError(f"{N=}: expected a multiple of the {K} KV heads; pass both of one model")
     if page_ids.shape[:-1] not in ((B,), (B, K)):
-        raise ValueError(f"{page_ids.shape=}: expected [{B}, {K}, J] or [{B}, P]")
+        raise ValueError(f"{page_ids.shape=}: expected [{B}, {K}, J] or [{B}, P]; pass one per row")
     if page_scales_LKM is not None and page_scales_LKM.shape != (*kv_pages_LKM.shape[:3], 2):
-        raise ValueError(f"{page_scales_LKM.shape=}: expected {(*kv_pages_LKM.shape[:3], 2)}")
+        expected = (*kv_pages_LKM.shape[:3], 2)
+        raise ValueError(f"{page_scales_LKM.shape=}: expected {expected}; pass those of this pool")
     if not interpret and C * H % (MIN_LINES * LANES):
-        raise ValueError(f"{C=}: expected a multiple of {MIN_LINES * LANES // H} at head dim {H}")
+        least = MIN_LINES * LANES // H
+        raise ValueError(f"{C=}: expected a multiple of {least} at head dim {H}; change page_size")
 
 
 def _pack_queries(q_BTNH, cache_dtype, shape: DecodeShape) -> jax.Array:
-    """[B, K, fold X, W]: X = T R queries padded to sublanes, once per token of a line."""
+    """Queries [B, K, fold X, W]: X = T R padded to sublanes, repeated for each token of a line."""
     B, T, N, H = q_BTNH.shape
     if jnp.dtype(cache_dtype).itemsize > 1:
         q_BTNH = q_BTNH.astype(jnp.promote_types(q_BTNH.dtype, cache_dtype))
@@ -123,7 +137,7 @@ def _pack_queries(q_BTNH, cache_dtype, shape: DecodeShape) -> jax.Array:
 
 
 def _scale_lines(scales_KM2) -> jax.Array:
-    """[K, ceil(M / 64), 128]: the two scales of 64 pages in a line."""
+    """The scales as [K, ceil(M / 64), 128]: a line holds the two scales of 64 pages."""
     K, M, _ = scales_KM2.shape
     padded = jnp.pad(scales_KM2, ((0, 0), (0, -M % SCALED_PAGES), (0, 0)))
     return padded.reshape(K, -1, LANES)
@@ -175,7 +189,7 @@ def _build(shape: DecodeShape, operands, out_dtype, interpret) -> Callable[..., 
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            disable_bounds_checks=True,  # of every copy: starting them is what limits the rate
+            disable_bounds_checks=True,  # a check per copy: starting copies limits the speed
         ),
         interpret=interpret or False,
         name="sparse_decode",
@@ -216,7 +230,7 @@ def _kernel(
     blocks = _ceil_div(pages, P)
 
     def source(v) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Block v of this row, or v - blocks of the next: (its list, first entry, pages)."""
+        """(list, first entry, pages) of block v of this row, or block v - blocks of the next."""
         mine = v < blocks
         first = jnp.where(mine, v, v - blocks) * P
         count = jnp.clip(jnp.where(mine, pages, next_pages) - first, 0, P)
@@ -238,7 +252,8 @@ def _kernel(
         def _(j) -> None:
             copy(_page_id(ids_ref.at[listed, 0, 0], first + j), slot, odd, j).start()
 
-    @pl.loop(0, ring // 2)  # what the row before has not started: all, or what follows a short row
+    # Start the blocks that the row before has not: all of the first row, those after a short row.
+    @pl.loop(0, ring // 2)
     def _(pair) -> None:
         for odd in (0, 1):
             slot = 2 * pair + odd
@@ -261,8 +276,8 @@ def _kernel(
             scales = decode_block.block_scales(
                 scales_refs[0], block_scales_refs[0], ids, i * P, count, shape
             )
-        buf_ref, seen = _buffer(buf_refs, slot, odd), limits if masked else None
-        decode_block.attend(i, q_ref[0, 0], buf_ref, state, seen, scales, shape)
+        buf_ref, mask = _buffer(buf_refs, slot, odd), limits if masked else None
+        decode_block.attend(i, q_ref[0, 0], buf_ref, state, mask, scales, shape)
 
     def step(i, slot, odd) -> None:
         after = lax.rem(slot + ahead, ring)
@@ -306,8 +321,7 @@ def _page_id(ids_ref, j) -> jax.Array:
 
 
 def _buffer(buf_refs, slot, odd) -> Any:
-    """Buffer `slot`, whose parity is known when this is traced: copies into one half of the ring
-    and products from the other are then independent for the compiler, and run side by side."""
+    """Buffer `slot` of the ring, from the half for its parity, which is known at tracing."""
     return buf_refs[odd].at[lax.div(slot, 2)]
 
 
@@ -316,5 +330,5 @@ def _page_copy(page_ref, buf_refs, slot, odd, j, sem_ref) -> Any:
 
 
 def _wait(buf_ref, sem_ref) -> None:
-    """Wait until as many bytes have come as buf_ref holds."""
+    """Wait until the copies on this semaphore have brought as many bytes as buf_ref holds."""
     pltpu.make_async_copy(buf_ref, buf_ref, sem_ref).wait()

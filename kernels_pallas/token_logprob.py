@@ -107,9 +107,7 @@ def _scale(temperature) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _logprob(
-    hidden_XD, head_VD, token_X1c, scale, blocks, interpret
-) -> tuple[jax.Array, jax.Array]:
+def _logprob(hidden_XD, head_VD, token_X1c, scale, blocks, interpret) -> list[jax.Array]:
     return _forward(hidden_XD, head_VD, token_X1c, scale, blocks, interpret)[:2]
 
 

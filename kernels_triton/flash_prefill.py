@@ -69,8 +69,11 @@ def flash_prefill(
                 f"{prompt_len_B=} {page=}: expected prompt lengths [B] (0: no prompt) and tokens in"
                 " a page beside budget_T; pass both"
             )
-        rule = (torch.as_tensor(x, device=q_BTNH.device).long() for x in (budget_T, prompt_len_B))
-        words = page_words(q_BTNH.detach(), k_BTKH.detach(), *rule, page, chunk)
+        budget_T, prompt_len_B = (
+            torch.as_tensor(x, device=q_BTNH.device).long() for x in (budget_T, prompt_len_B)
+        )
+        q, k = q_BTNH.detach(), k_BTKH.detach()
+        words = page_words(q, k, budget_T, prompt_len_B, page, chunk)
     return _Attend.apply(*map(_rows, (q_BTNH, k_BTKH, v_BTKH)), words, page, tuning)
 
 

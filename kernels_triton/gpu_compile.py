@@ -203,7 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.table:
         if arguments.only or archs != list(TARGETS):
             parser.error("--table shows every program everywhere; leave out --only and --archs")
-        split_at_table(arguments.table, "gpu-compile")  # before minutes of compilation
+        try:  # before minutes of compilation
+            split_at_table(arguments.table, "gpu-compile")
+        except (OSError, ValueError) as e:
+            parser.error(f"--table: {e}")
     rows = []
     for arch in archs:
         for p in programs():

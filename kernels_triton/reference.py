@@ -1,15 +1,11 @@
 """Plain-torch versions of every kernel: the CPU path, and what Triton kernels are tested against.
 
-Cache layout (shared with the kernels): `kv_pages_LKMxCH` is [L, K, M, 2, C, H]: of layer L, KV head
-K and physical page M the C keys (x = 0), then the C values (x = 1), with any strides. Page 0 is the
-null page: writes of padding go there, and nothing reads it. `landmarks_LMKH` is the mean of the C
-keys of a page, written when the page completes. A sequence owns the physical pages
-`page_table_BP[b]`; its token t lives in page t // C at offset t % C.
+The cache, its page table and its landmarks are laid out as layout.py describes.
 
-Page selection follows arXiv 2606.08446: page 0 and the last two pages of a sequence are always
-read, and of the others the k whose landmark has the largest dot product with the mean query of the
-head's group. See common/oracles/sparse_attention.py for the same rules in float64, and
-kernels_pallas/reference.py for the same functions in JAX.
+Page selection follows arXiv 2606.08446, section 2. Page 0 and the last two pages of a sequence are
+always read (NUM_RESERVED). Of the other pages a query reads the k with the largest dot product of
+landmark and mean query of the head's group; k is the budget. common/oracles/sparse_attention.py has
+the same rule in float64, kernels_pallas/reference.py the same functions in JAX.
 """
 
 from __future__ import annotations
@@ -33,12 +29,13 @@ HEAD_ELEMENTS = 2**24
 def select_pages(
     q_BNH, landmarks_LMKH, layer, page_table_BP, num_pages_B, k_B, *, max_selected
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Physical pages that each (sequence, KV head) reads, in the order of the sequence.
+    """The physical pages that each (sequence, KV head) reads, in the order of the sequence.
 
-    q_BNH: queries of one token per row. num_pages_B: pages of the row, with the part-filled one.
-    k_B: budget of the row, at most max_selected - 3. Scores are float32, the top-k is exact, ties
-    go to the lower page. Returns page_ids_BKJ (J = max_selected, unused entries 0, last used entry
-    = the tail page) and count_B = min(k + 3, num_pages), both int32.
+    q_BNH: the queries of one token per row. num_pages_B: pages of the row, a partly filled last
+    page included. k_B: budget of the row, at most max_selected - 3. Scores are float32, the top-k
+    is exact, and of pages with equal scores the lower one is chosen. Returns page_ids_BKJ
+    (J = max_selected; the last used entry is the row's last page, unused entries are 0) and
+    count_B = min(k + 3, num_pages), the number of used entries; both int32.
     """
     B, K, P = q_BNH.shape[0], landmarks_LMKH.shape[2], page_table_BP.shape[1]
     used_BP = torch.arange(P, device=q_BNH.device) < num_pages_B[:, None]
@@ -51,7 +48,7 @@ def select_pages(
 
 
 def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP) -> torch.Tensor:
-    """Score [B, K, P] of each page: its landmark times the mean query of the group, in float32."""
+    """Scores [B, K, P] of pages: landmark . mean query of the group, in float32."""
     B, _, H = q_BNH.shape
     K, P = landmarks_LMKH.shape[2], page_table_BP.shape[1]
     q_BKH = q_BNH.reshape(B, K, -1, H).float().mean(2)
@@ -64,12 +61,12 @@ def page_scores(q_BNH, landmarks_LMKH, layer, page_table_BP) -> torch.Tensor:
 
 
 def top_pages(scores_BKP, num_pages_B, k_B, max_selected) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorted logical page ids [B, K, max_selected] (unused entries = P) and how many are used."""
+    """Sorted logical page ids [B, K, max_selected], unused entries P; and the number used, [B]."""
     B, K, P = scores_BKP.shape
     pages, n = torch.arange(P, device=scores_BKP.device), num_pages_B.long()[:, None, None]
     candidate = (pages >= 1) & (pages < n - 2)
     scores_BKP = torch.where(candidate, scores_BKP, -torch.inf)
-    # A stable sort puts the lower of two equal pages first; torch.topk promises no order.
+    # A stable sort keeps the lower of two pages with equal scores first; torch.topk need not.
     best = torch.sort(scores_BKP, dim=-1, descending=True, stable=True).indices
     best = best[..., : max(max_selected - NUM_RESERVED, 1)]
     k = torch.minimum(k_B.long(), (num_pages_B.long() - NUM_RESERVED).clamp(min=0))
@@ -87,15 +84,15 @@ def top_pages(scores_BKP, num_pages_B, k_B, max_selected) -> tuple[torch.Tensor,
 def sparse_decode(
     q_BTNH, kv_pages_LKMxCH, layer, page_ids, start_B, length_B
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of T query tokens per row over the listed pages; output and log-sum-exp.
+    """Attention of T query tokens per row over listed pages; returns (out_BTNH, lse_BTN).
 
-    out = softmax(q k^T / sqrt(H)) v over the first `length_B` tokens of the listed pages, where
-    page_ids is [B, K, J] (selected pages) or [B, P] (the page table itself: dense decode, no list).
-    length_B counts listed tokens, (count - 1) * C + tokens in the tail page, and start_B those of
-    them that come before the first query. Query t sees the first min(start + t + 1, length), so
-    that new tokens attend causally to each other; with a selected list they lie in its last pages.
-    Rows of length 0 give 0 and LSE = -inf. Returns out_BTNH in q's type and lse_BTN in float32.
-    The work of a row follows its own length, not the width of page_ids.
+    out = softmax(q k^T / sqrt(H)) v in q's type and lse = log sum exp(q k^T / sqrt(H)) in float32,
+    over the first length_B tokens of the listed pages. page_ids is [B, K, J], selected pages, or
+    [B, P], the page table itself (dense decode, for which no list is made). length_B counts the
+    tokens of the listed pages, (count - 1) C + tokens in the last page; start_B counts those before
+    the first query. Query t reads the first min(start + t + 1, length) tokens, so that new tokens
+    attend causally to each other; a selected list has them in its last pages. Rows of length 0 give
+    0 and lse = -inf. Time follows the longest of the rows handled together, not page_ids' width.
     """
     B, T, N, H = q_BTNH.shape
     K, C = kv_pages_LKMxCH.shape[1], kv_pages_LKMxCH.shape[4]
@@ -113,7 +110,7 @@ def sparse_decode(
 
 
 def _groups(numbers_per_row, *arrays) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The rows of all arrays, as many at a time as gather at most GATHER_NUMBERS numbers."""
+    """Equal groups of rows of all arrays; a group gathers at most GATHER_NUMBERS numbers."""
     size = max(1, GATHER_NUMBERS // numbers_per_row)
     return zip(*(x.split(size) for x in arrays), strict=True)
 
@@ -121,7 +118,7 @@ def _groups(numbers_per_row, *arrays) -> Iterator[tuple[torch.Tensor, ...]]:
 def _attend_rows(
     kv_KMxCH, pages_per_step, q_BKXH, page_ids_BKJ, limit_BX, length_B
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, K, X, H] and log-sum-exp [B, K, X] of some rows, by steps along their pages."""
+    """Output [B, K, X, H] and log-sum-exp [B, K, X] of some rows, pages_per_step at a time."""
     B, K, _, H = q_BKXH.shape
     C, device = kv_KMxCH.shape[3], q_BKXH.device
     heads = torch.arange(K, device=device)[None, :, None]
@@ -134,20 +131,20 @@ def _attend_rows(
         inside_BS = index < length_B[:, None]
         ids = torch.where(inside_BS[:, None, ::C], page_ids_BKJ[:, :, first:last], 0)
         key, value = kv_KMxCH[heads, ids.long()].float().unbind(3)
-        inside = inside_BS[:, None, :, None]  # what lies behind may be NaN
+        inside = inside_BS[:, None, :, None]  # memory past the end may be NaN
         key = torch.where(inside, key.reshape(B, K, -1, H), 0)
         value = torch.where(inside, value.reshape(B, K, -1, H), 0)
         state = _attend_more(state, q_BKXH, key, value, (index < limit_BX[..., None])[:, None])
     m, denom, acc = state
-    seen = denom > 0
-    denom = torch.where(seen, denom, 1)
-    return acc / denom[..., None], torch.where(seen, m + denom.log(), -torch.inf)
+    nonempty = denom > 0
+    denom = torch.where(nonempty, denom, 1)
+    return acc / denom[..., None], torch.where(nonempty, m + denom.log(), -torch.inf)
 
 
 def _attend_more(
     state, q_BKXH, key_BKSH, value_BKSH, visible_B1XS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(maximum, denominator, weighted sum) after further keys; invisible ones have weight 0."""
+    """The state (max, denominator, weighted values) after further keys; masked ones weigh 0."""
     m, denom, acc = state
     s = torch.where(visible_B1XS, q_BKXH @ key_BKSH.mT, NEG)
     m_new = torch.maximum(m, s.amax(-1))
@@ -159,11 +156,11 @@ def _attend_more(
 def append_kv(
     kv_pages_LKMxCH, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write T new tokens per row at positions start .. start + num_new - 1, in place.
+    """Write T new tokens per row into the pool, in place; returns the pool and the landmarks.
 
-    Tokens past num_new_B, or past the page table, go to the null page. A page whose last token is
-    among the new ones gets its landmark: the float32 mean of its C keys, in the cache's type.
-    Returns the two tensors that it was given.
+    Row b writes tokens 0 .. num_new - 1 at positions start .. start + num_new - 1. Other tokens,
+    and those past the page table, go to the null page. A page that a new token completes gets its
+    landmark: the float32 mean of its C keys, rounded to the landmarks' type.
     """
     T = k_BTKH.shape[1]
     C, P = kv_pages_LKMxCH.shape[4], page_table_BP.shape[1]
@@ -190,19 +187,19 @@ def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
     policy="mean",
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+    """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
-    budget_T: int32 [T], k at each query position; None = dense. Queries before prompt_len_B are
-    dense. Query t sees exactly the pages that decode would have read at position t; policy: another
-    rule for the choice, from policies.py. Differentiable in q, k and v (the choice is constant).
-    Blocks of at most `chunk` queries read only the keys up to their own end, and are recomputed in
-    the backward pass. Returns out_BTNH.
+    Returns out_BTNH. budget_T: int32 [T], the budget k at each query position; None = dense.
+    Queries before prompt_len_B are dense. Query t reads exactly the pages that decode would have
+    read at position t; policy names another rule of policies.py that ranks pages. Differentiable in
+    q, k and v; the choice of pages is a constant. Blocks of at most `chunk` queries read keys up to
+    their own end only, and the backward pass recomputes them.
     """
     T = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
     replay = None
     if budget_T is not None:
-        assert prompt_len_B is not None, "a replay knows its prompts"
+        assert prompt_len_B is not None, "a replay needs prompt_len_B"
         rule = POLICIES[policy]
         summary = rule.summary(k_BTKH, page)
         replay = rule, summary, budget_T.long(), prompt_len_B.long(), page
@@ -215,7 +212,7 @@ def flash_prefill(
 
 
 def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> torch.Tensor:
-    """Attention of queries first, first + 1, ... over the given keys, causal or by pages."""
+    """Causal attention of queries first, first + 1, ... to the given keys, or to some pages."""
     B, t, N, H = q_BtNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKRtH = q_BtNH.reshape(B, t, K, N // K, H).permute(0, 2, 3, 1, 4)
@@ -232,7 +229,7 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> torch.Tensor:
 def _replay_mask(
     q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page
 ) -> torch.Tensor:
-    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; prompts are dense."""
+    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; all keys in prompts."""
     num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
     with torch.no_grad():
@@ -245,7 +242,7 @@ def _replay_mask(
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t) -> torch.Tensor:
-    """Pages each query reads, bool [B, K, t, P]: reserved ones and the top-k of the others."""
+    """Whether a query reads a page, bool [B, K, t, P]: reserved pages and the top-k of the rest."""
     P = scores_BKtP.shape[-1]
     pages = torch.arange(P, device=scores_BKtP.device)
     n, k = num_pages_t[:, None], budget_t[:, None]
@@ -261,9 +258,9 @@ def page_mask(scores_BKtP, num_pages_t, budget_t) -> torch.Tensor:
 
 
 def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0) -> tuple[torch.Tensor, ...]:
-    """Log-prob of each token and entropy of its distribution, softmax(head hidden / temperature).
+    """Log-prob of each token, and the entropy of softmax(head . hidden / temperature), both [X].
 
-    Float32, in nats, differentiable; blocks of tokens, so that nothing of size [X, V] exists.
+    Float32, in nats, differentiable. Tokens are handled in blocks, so that no array [X, V] exists.
     """
 
     def block(hidden_cD, head_VD, token_c) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,7 +274,7 @@ def token_logprob(hidden_XD, head_VD, token_X, *, temperature=1.0) -> tuple[torc
 def acceptance_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0
 ) -> tuple[torch.Tensor, ...]:
-    """alpha = sum_v min(p_dense, p_sparse) over the vocabulary, and log p_sparse of the token."""
+    """alpha = sum_v min(p_dense, p_sparse), the acceptance rate, and log p_sparse of the token."""
 
     def block(dense_cD, head_VD, sparse_cD, token_c) -> tuple[torch.Tensor, torch.Tensor]:
         logp_dense = log_softmax(_logits(dense_cD, head_VD) / temperature)
@@ -291,7 +288,7 @@ def acceptance_overlap(
 def topk_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, *, temperature=1.0, top=20
 ) -> torch.Tensor:
-    """Lower bound of alpha: sum of min(p_dense, p_sparse) over the tokens in both top lists."""
+    """Lower bound of alpha: the sum of min(p_dense, p_sparse) over tokens in the top of both."""
 
     def block(dense_cD, head_VD, sparse_cD) -> tuple[torch.Tensor]:
         (dense_cJ, ids_cJ), (sparse_cJ, others_cJ) = (
@@ -305,7 +302,7 @@ def topk_overlap(
 
 
 def log_softmax(logits_XV) -> torch.Tensor:
-    """Over the vocabulary. Not torch's: on a CPU its sum of 151,936 terms is 8e-5 off."""
+    """Log-softmax over the vocabulary. On a CPU torch's own errs by 8e-5 for 151,936 terms."""
     return logits_XV - torch.logsumexp(logits_XV, -1, keepdim=True)
 
 
@@ -314,7 +311,7 @@ def _logits(hidden_XD, head_VD) -> torch.Tensor:
 
 
 def _blocks(f, head_VD, first, *arrays) -> tuple[torch.Tensor, ...]:
-    """f(rows, head, other rows) on blocks of HEAD_ELEMENTS / V rows, recomputed in backward."""
+    """f(rows, head, other rows) of HEAD_ELEMENTS / V rows at a time, recomputed in backward."""
     size = max(1, HEAD_ELEMENTS // head_VD.shape[0])
     out = [
         checkpoint(f, rows, head_VD, *others, use_reentrant=False)

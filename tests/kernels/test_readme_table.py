@@ -91,19 +91,23 @@ def test_table_of_made_up_gpu_results():
     assert lines == [f"| a (x) | {cells} |", f"| b (x) | {cells} |"]
 
 
-def test_a_table_of_some_programs_or_of_no_page_is_refused_before_anything_is_compiled(tmp_path):
+def test_a_table_of_some_programs_or_of_no_page_is_refused_before_any_compilation(tmp_path, capsys):
     def compile_all(chips, only):
         raise AssertionError("compiled")
 
     def run(*flags):
         aot.command("Doc.", "made-up", compile_all, str, flags)
 
-    file = tmp_path / "README.md"
-    file.write_text("no comments")
-    with pytest.raises(ValueError, match="made-up: begin"):
-        run(f"--table={file}")
+    file, other = tmp_path / "README.md", tmp_path / "other.md"
     file.write_text(PAGE)
-    for some in ("--only=append_kv", "--chips=v5e"):
-        with pytest.raises(SystemExit):
-            run(f"--table={file}", some)
+    other.write_text("no comments")
+    for flags, message in [
+        ([f"--table={other}"], "expected one line <!-- made-up: begin -->"),
+        ([f"--table={tmp_path / 'missing.md'}"], "No such file"),
+        ([f"--table={file}", "--only=append_kv"], "leave out --only"),
+        ([f"--table={file}", "--chips=v5e"], "leave out --only"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            run(*flags)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert file.read_text() == PAGE
