@@ -1,8 +1,8 @@
-"""Compile for TPUs that are not there: what fits, what it takes, how the inner loop is scheduled.
+"""Compiles for TPUs without a TPU: what fits, how much memory it takes, how loops are scheduled.
 
-With libtpu installed, XLA and Mosaic compile on a machine without a TPU exactly what they would
-compile on one, and refuse what the chip would refuse. That says nothing about time: no number here
-is a measurement on hardware.
+With libtpu installed, XLA and Mosaic compile on any machine what they would compile on a TPU, and
+refuse what they would refuse there. No number here is a measurement on hardware, and none says how
+long a program runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHIPS = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
-"""Smallest topology of each generation that libtpu describes; kernels use one chip of it."""
+"""The smallest topology of each generation that libtpu knows; kernels use one chip of it."""
 
 _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+([A-Z ]*):\s*(>*) +(\{\})?")
 _VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
@@ -45,15 +45,20 @@ _COPY = re.compile(r" = (\w+)\[([\d,]*)\]\S* (?:copy|copy-done)\(")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One program on one generation; sizes in bytes per chip.
+    """One program compiled for one generation; sizes in bytes per chip.
 
-    vmem: the most that XLA sets aside for any kernel of the program: what it needs, but on TPU7x,
-    and where a kernel names a limit, that limit. smem: scalars copied in for the call and for one
-    program of the grid. hbm_temporaries: what XLA allocates beside arguments and results; aliased:
-    arguments that results are written into; largest_copy: the largest array that is only copied, be
-    it into another layout. bundles: code of the largest loop within the grid's;
-    straight: the longest stretch without a branch in such a loop. smem, bundles, straight and
-    spills are None where no schedule was dumped.
+    vmem: the largest that XLA reserves for a kernel of the program. This is what the kernel needs,
+        except on TPU7x and where the kernel sets a limit: then it is the limit.
+    smem: scalars copied in for the call and for one program of the grid.
+    hbm_temporaries: what XLA allocates beside arguments and results.
+    aliased: arguments in whose memory results are written.
+    largest_copy: the largest array that is only copied, possibly into another layout.
+    bundles: instruction bundles of the largest loop inside the loop over the grid.
+    straight: the longest stretch of such a loop without a branch.
+    spills: registers stored to memory for lack of registers.
+
+    smem, bundles, straight and spills are None if no schedule was dumped. error: why the compiler
+    refused the program, else "".
     """
 
     chip: str
@@ -72,9 +77,9 @@ class Compiled:
 
 
 def prepare(dump: Path | None = None) -> None:
-    """Set what libtpu reads when it starts; call before anything is compiled.
+    """Set the environment that libtpu reads when it starts; call this before compiling anything.
 
-    dump: folder for the schedules of the kernels (bundles, spills); it must be empty.
+    dump: an empty folder for the schedules of kernels, from which bundles and spills are counted.
     """
     os.environ.update(
         TPU_SKIP_MDS_QUERY="1",
@@ -93,17 +98,17 @@ def prepare(dump: Path | None = None) -> None:
 
 @functools.cache
 def devices(topology: str) -> list[jax.Device]:
-    """The devices of a topology, e.g. "v5e:2x2"."""
+    """The devices of a topology such as "v5e:2x2"."""
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
 def device_kind(chip: str) -> str:
-    """Jax's name of a generation, e.g. "TPU v5 lite"."""
+    """Jax's name of a generation, for example "TPU v5 lite"."""
     return devices(CHIPS[chip])[0].device_kind
 
 
 def one_chip(chip: str) -> SingleDeviceSharding:
-    """Sharding of arrays that live on a single chip."""
+    """The sharding of arrays on a single chip."""
     return SingleDeviceSharding(devices(CHIPS[chip])[0])
 
 
@@ -113,7 +118,7 @@ def mesh(topology: str, shape: Sequence[int], axes: Sequence[str]) -> Mesh:
 
 
 def spec(shape: Sequence[int], dtype, sharding) -> jax.ShapeDtypeStruct:
-    """An array that exists in name only."""
+    """An abstract array: shape, type and sharding, without data."""
     if isinstance(sharding, tuple):
         sharding = NamedSharding(sharding[0], PartitionSpec(*sharding[1:]))
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
@@ -128,7 +133,7 @@ def compile_program(
     donate: Sequence[int] = (),
     dump: Path | None = None,
 ) -> Compiled:
-    """Lower and compile f for one generation; a refusal is a result with `error` set."""
+    """Lower and compile f for one generation; if the compiler refuses it, `error` says why."""
     before = set(dump.iterdir()) if dump else set()
     start = time.perf_counter()
     try:
@@ -143,7 +148,7 @@ def compile_program(
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     hlo = compiled.as_text()
-    assert memory is not None and hlo is not None, "the TPU compiler always says both"
+    assert memory is not None and hlo is not None, "the TPU compiler always reports both"
     kernels = [row for row in hlo.splitlines() if "tpu_custom_call" in row]
     named = (re.match(r"\s*(?:ROOT )?%(\S+) = ", row) for row in kernels)
     names = {match[1] for match in named if match}
@@ -162,17 +167,17 @@ def compile_program(
 
 
 def _array_bytes(array: tuple[str, str]) -> int:
-    """Of an array as HLO writes it: ("bf16", "8,128")."""
+    """Bytes of an array in the notation of HLO, ("bf16", "8,128")."""
     kind, dims = array
-    bits = re.search(r"\d+", kind)  # pred has none
+    bits = re.search(r"\d+", kind)  # the type pred has no number of bits
     return math.prod(int(d) for d in dims.split(",") if d) * (int(bits[0]) if bits else 8) // 8
 
 
 def _schedule(files: Iterable[Path], names: set[str]) -> dict[str, int]:
-    """Bundles, spills, and scalars copied in, over all kernels of a program."""
+    """bundles, straight, spills and smem of Compiled from the dumped schedules of some kernels."""
     out = {"bundles": 0, "straight": 0, "spills": 0, "smem": 0}
     for file in files:
-        # Named id-kernel-number-stage.txt; XLA's own fusions are dumped too.
+        # Files are named id-kernel-number-stage.txt; XLA's own fusions are among them.
         found = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", file.name)
         if not found or found[1] not in names:
             continue
@@ -186,11 +191,11 @@ def _schedule(files: Iterable[Path], names: set[str]) -> dict[str, int]:
 
 
 def loop_bundles(text: str) -> tuple[int, int]:
-    """VLIW bundles of the largest loop within the grid's, and of its longest branchless stretch.
+    """Bundles of the largest loop inside the loop over the grid, and its longest straight stretch.
 
-    A line of the dump is one bundle: address, marks of control flow, ':' and one '>' per loop that
-    it stands in; 'LB' marks the first bundle of a loop's body, any mark one that is jumped to. The
-    grid's own loop is the first.
+    A line of the dump is one VLIW bundle: address, marks of control flow, ':' and one '>' for each
+    loop around it. 'LB' marks the first bundle of a loop, any mark a bundle that is jumped to. The
+    outermost loop is the one over the grid.
     """
     largest = longest = bundles = stretch = inside = 0
     for line in text.splitlines():
@@ -198,7 +203,7 @@ def loop_bundles(text: str) -> tuple[int, int]:
         if not found:
             continue
         mark = found[1].strip()
-        if not found[3]:  # an empty bundle bears no loop: it belongs where it stands
+        if not found[3]:  # an empty bundle has no '>': it belongs to the loop of the line before
             inside = len(found[2]) >= 2
             bundles = 0 if "LB" in mark and len(found[2]) <= 2 else bundles
         bundles = bundles + 1 if inside else 0
@@ -208,7 +213,7 @@ def loop_bundles(text: str) -> tuple[int, int]:
 
 
 def line(r: Compiled) -> str:
-    """One row of the table, for the terminal."""
+    """One result as a line for the terminal."""
     if r.error:
         return f"{r.chip:6} {r.name:42} REFUSED after {r.seconds:.1f} s: {r.error}"
     mib = 2.0**-20
@@ -224,7 +229,7 @@ def line(r: Compiled) -> str:
 
 
 def provenance() -> str:
-    """The compiler, jax and the day, for the table of a README."""
+    """Versions of libtpu and jax, and today's date, for the table of a README."""
     libtpu = importlib.metadata.version("libtpu")
     return f"libtpu {libtpu}, jax {jax.__version__}, {datetime.date.today().isoformat()}"
 
@@ -236,11 +241,11 @@ def command(
     table: Callable[[list[Compiled]], str],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Command line of the modules that compile; exit status 1 if anything is refused.
+    """Run the command line of a module that compiles programs; 1 if one is refused, else 0.
 
-    compile_all(chips, only) compiles and prints the programs in which the regular expression `only`
-    is found. --table writes table(rows) between the comments `name: begin` and `name: end` of a
-    README, if every program compiles.
+    compile_all(chips, only) compiles and prints every program with a name in which the regular
+    expression `only` is found. --table writes table(rows) between the comments `name: begin` and
+    `name: end` of a README, if every program compiles.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--chips", default=",".join(CHIPS), help="default: %(default)s")

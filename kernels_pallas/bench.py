@@ -1,9 +1,10 @@
-"""Decode kernels on a TPU: python -m kernels_pallas.bench [--out=bench.json]
+"""Measures the decode kernels on a TPU: python -m kernels_pallas.bench [--out=bench.json]
 
-Correctness first, against the references; then one layer of Qwen3 at several contexts, as GB/s of
-the bytes each part has to read and as a share of the chip's HBM peak: selection (over pages that
-follow one another in the pool, over scattered ones, and by XLA's gather and top_k), attention over
-the selected pages, dense attention. Without a TPU it says so and lists what it would have run.
+First it compares the kernels with the references. Then it times one layer of Qwen3 at several
+contexts: selection (over pages that follow one another in the pool, over scattered pages, and by
+XLA's gather and top_k), attention over the selected pages, and dense attention. Each time is also
+given as GB/s of the bytes that the part has to read and as a share of the chip's HBM peak. Without
+a TPU it lists the cases that it would measure. It has not run on a TPU yet.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from kernels_pallas.tuning import HBM_GB_PER_S
 
 POOL_BYTES = 4 * 2**30
 GOALS = {"dense": 0.85, "attend": 0.6}
-"""Share of the HBM peak to reach; selection may take SELECT_SHARE of the attention's time."""
+"""Goals: share of the HBM peak."""
 SELECT_SHARE = 0.2
+"""Goal: time of the selection over time of the attention."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layer of Qwen3 1.7B (16 query heads) or 8B (32); selected counts the reserved pages."""
+    """One layer of Qwen3 1.7B (16 query heads) or 8B (32); selected: pages, with the reserved."""
 
     context: int
     heads: int
@@ -52,14 +54,14 @@ class Case:
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """What each part has to read: landmarks, listed pages, the whole cache."""
+        """Bytes that each part has to read: landmarks, listed pages, the whole cache."""
         cached = self.batch * self.context * self.token_bytes
         listed = self.batch * self.selected * self.page * self.token_bytes
         return {"select": cached // (2 * self.page), "attend": listed, "dense": cached}
 
 
 def cases() -> Iterator[Case]:
-    """4K to 128K tokens; the batch fills POOL_BYTES of one layer's cache, at most 64 rows."""
+    """Contexts of 4K to 128K tokens; at most 64 rows, and POOL_BYTES of one layer's cache."""
     for heads in (16, 32):
         for context in (4096, 8192, 16_384, 32_768, 65_536, 131_072):
             row = Case(context=context, heads=heads, batch=1, selected=1)
@@ -69,7 +71,7 @@ def cases() -> Iterator[Case]:
 
 
 def inputs(c: Case, seed: int = 0) -> dict[str, Any]:
-    """Normal keys, values and queries; full rows; the pages of a row in order and scattered."""
+    """Normal keys, values and queries of full rows, with pages in order and scattered."""
     pages = c.batch * (c.context // c.page)
     keys = jax.random.split(jax.random.key(seed), 3)
     pool = (1, c.kv_heads, pages + 1, *page_shape(c.page, c.head_dim))
@@ -87,7 +89,7 @@ def inputs(c: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def parts(ops: Ops, c: Case) -> dict[str, Any]:
-    """Functions of `inputs`, attend of a list of pages too."""
+    """What is timed, as functions of `inputs`; attend also takes a list of pages."""
     listed = jnp.full(c.batch, c.selected * c.page, jnp.int32)
 
     def select(x, ops=ops, table="table") -> jax.Array:
@@ -116,9 +118,9 @@ def parts(ops: Ops, c: Case) -> dict[str, Any]:
 def check(ops: Ops, c: Case) -> dict[str, float]:
     """Share of page ids that differ from the reference's, and the largest errors of the output.
 
-    ids: of pages in order and of scattered ones.
-    The reference runs on the host's CPU in float32: a TPU would round its products to bfloat16.
-    Output and LSE are compared for the reference's own list.
+    Ids are compared for pages in order and for scattered pages, output and log-sum-exp for the list
+    of the reference. The reference runs on the host's CPU in float32, because a TPU would round its
+    products to bfloat16.
     """
     x = inputs(c, seed=1)
     with jax.default_device(jax.devices("cpu")[0]):
@@ -139,9 +141,9 @@ def check(ops: Ops, c: Case) -> dict[str, float]:
 
 
 def seconds(f, x, repeats: int = 5, inner: int = 20) -> float:
-    """Median time of one call, of `inner` in a row on the device: dispatch is not what is measured.
+    """Median time of one call, from `inner` calls in a loop on the device, without dispatch.
 
-    Each call waits for the one before it: its queries depend on that one's result, by 1e-30.
+    Each call depends on the one before: its queries are changed by 1e-30 of that call's result.
     """
 
     @jax.jit
@@ -162,7 +164,7 @@ def seconds(f, x, repeats: int = 5, inner: int = 20) -> float:
 
 
 def measure(ops: Ops, c: Case, peak: float) -> dict[str, Any]:
-    """Times in microseconds, GB/s of the bytes that have to be read, share of the HBM peak."""
+    """Times in microseconds, GB/s of the bytes that have to be read, and share of the HBM peak."""
     x = inputs(c)
     out: dict[str, Any] = dataclasses.asdict(c)
     functions = parts(ops, c)
@@ -183,7 +185,7 @@ def measure(ops: Ops, c: Case, peak: float) -> dict[str, Any]:
 
 
 def text(r: dict[str, Any]) -> str:
-    """One line of the table."""
+    """The measurement of one case as a line for the terminal."""
     cells = "  ".join(
         f"{n} {r[f'{n}_us']:8.1f} us {r[f'{n}_gb_per_s']:6.0f} GB/s ({r[f'{n}_share']:4.0%})"
         for n in ("select", "attend", "dense")
@@ -196,7 +198,7 @@ def text(r: dict[str, Any]) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """How many rows reach each goal."""
+    """The number of rows that reach each goal."""
     out = [
         f"{name} at {goal:.0%} of peak: {sum(r[f'{name}_share'] >= goal for r in rows)}"
         for name, goal in GOALS.items()
@@ -207,7 +209,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 if a kernel is wrong; its speed is then not measured."""
+    """Run the comparisons and the measurements; 1 if a kernel is wrong, without measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
     arguments = parser.parse_args(argv)

@@ -1,7 +1,8 @@
-"""The operations of the model as one value: by Pallas kernels, or by their plain-XLA references.
+"""The operations that the model calls as one value: Pallas kernels, or plain-XLA references.
 
-`resolve` is called once, where a backend is built; what it returns is hashable and travels as a
-static value. There is no switch by environment or at import.
+`resolve` is called once, where a backend is built. Its result is hashable, so that compiled
+programs take it as a static argument. No environment variable and no import decides between the
+two.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEAD_DIMS = (64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """Six functions with the signatures of kernels_pallas/reference.py."""
+    """Six functions with the signatures of reference.py, and the name that a log shows."""
 
     name: str
     select_pages: Callable[..., Any]
@@ -50,9 +51,10 @@ REFERENCE = Ops(
 
 @functools.cache
 def kernels(interpret=None, chip: str | None = None) -> Ops:
-    """The Pallas kernels; interpret: pltpu.InterpretParams to run them without a TPU, slowly.
+    """The Pallas kernels.
 
-    chip: jax's device_kind to choose block sizes for, where it is not that of the default device.
+    interpret: None = compile for a TPU; a pltpu.InterpretParams runs them on a CPU, slowly. chip:
+    jax's device_kind to choose block sizes for (None = the default device).
     """
     functions = (
         select_pages.select_pages,
@@ -67,11 +69,12 @@ def kernels(interpret=None, chip: str | None = None) -> Ops:
 
 
 def resolve(attention: str, platform: str, *, head_dim: int, num_devices: int = 1) -> Ops:
-    """auto: kernels where they can run, references elsewhere; kernel: ValueError if they cannot.
+    """The operations for a setting of config.attention, one of CHOICES.
 
-    They need a TPU, heads of 64 or 128, and for now one device (sparrow_jax/sharded_ops.py is
-    compiled for meshes, but no backend is built with it yet). References that stand in for kernels
-    on a TPU say why in their name, which a run's log shows.
+    `kernel` and `reference` name one of the two; `auto` takes kernels where they can run. Kernels
+    need a TPU, heads of 64 or 128, and for now a single device: sparrow_jax/sharded_ops.py compiles
+    for meshes, but no backend is built with it yet. If `auto` falls back to references on a TPU,
+    their name says why. Raises ValueError for `kernel` where kernels cannot run.
     """
     if attention not in CHOICES:
         raise ValueError(f"{attention=}: expected one of {', '.join(CHOICES)}")

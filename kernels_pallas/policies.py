@@ -1,16 +1,17 @@
-"""Rules by which a query ranks the pages of its past, for replay; decode itself knows "mean" only.
+"""Policies of page selection: how a query ranks the pages before it. Decode has "mean" only.
 
     mean    mean query of the group . mean key of the page      (arXiv 2606.08446, section 2)
     quest   sum_h max(q_h min_h, q_h max_h), the largest product that the page's keys allow, of the
             mean query of the group and the page's extreme keys  (Quest, arXiv 2406.10774)
-    window  the newest pages; with page 0, which is always read, sink and window
+    window  the newest pages; with page 0, which is always read, a sink and a window
             (StreamingLLM, arXiv 2309.17453)
     random  a hash of (position, page, KV head)
     oracle  true attention mass: softmax weights over all visible keys, summed over the group
 
-A policy is a pair of functions: `summary(k_BTKH, page)` makes what is kept of every page, arrays
-[B, K, P, ...], and `scores(q_BKRtH, summary, k_BKSH, pos_t, page)` ranks the pages, [B, K, t, P]
-in float32; of equal scores the lower page wins. Only pages that are complete at pos_t are ranked.
+A policy is a pair of functions. `summary(k_BTKH, page)` returns what is stored of every page,
+arrays [B, K, P, ...]. `scores(q_BKRtH, summary, k_BKSH, pos_t, page)` returns scores [B, K, t, P]
+in float32; of pages with equal scores the lower one is chosen. A replay considers only pages that
+are complete at pos_t.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import jax.numpy as jnp
 
 
 class Policy(NamedTuple):
-    """See the file's docstring."""
+    """A summary of every page, and scores from it; the file's docstring has the signatures."""
 
     summary: Callable[..., Any]
     scores: Callable[..., jax.Array]
 
 
 def page_means(k_BTKH, page) -> jax.Array:
-    """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
+    """Landmarks [B, P, K, H] of contiguous keys, rounded to the keys' type as append_kv does."""
     mean = _by_page(k_BTKH, page).astype(jnp.float32).mean(2)
     return mean.astype(k_BTKH.dtype).astype(jnp.float32)
 
 
 def _by_page(k_BTKH, page) -> jax.Array:
-    """[B, P, C, K, H]; zeros past the end."""
+    """The keys as [B, P, C, K, H], with zeros past the end."""
     B, T, K, H = k_BTKH.shape
     keys = jnp.pad(k_BTKH, ((0, 0), (0, -T % page), (0, 0), (0, 0)))
     return keys.reshape(B, -1, page, K, H)
@@ -84,7 +85,7 @@ def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> jax.Array:
 
 
 def _mix(x) -> jax.Array:
-    """A permutation of 32-bit numbers that spreads every bit (lowbias32)."""
+    """A hash of 32-bit numbers, one to one (lowbias32)."""
     x = (x ^ x >> 16) * 0x7FEB352D
     x = (x ^ x >> 15) * jnp.uint32(0x846CA68B)
     return x ^ x >> 16

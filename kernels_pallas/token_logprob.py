@@ -1,4 +1,4 @@
-"""Log-prob and entropy of tokens, and the acceptance overlap, straight from hidden states and head.
+"""Log-prob and entropy of tokens, and the acceptance rate, from hidden states and head, on TPU.
 
     s_vx    = (head_v . hidden_x) / temperature         blocks [v, x], never all of [V, X]
     logp_x  = s_(token x),x - lse_x,    lse_x = log sum_v exp s_vx
@@ -6,16 +6,25 @@
     alpha_x = sum_v min(p_dense_vx, p_sparse_vx)
     ds_vx   = dlogp_x (1[v = token_x] - p_vx) - dH_x p_vx (log p_vx + H_x)    (backward)
 
-Logits stand as [v, x], so that sums over the vocabulary go over sublanes and a statistic of x is a
-row of lanes; values per token are [X / c, 1, c]. Grid (X / x, V / v), the vocabulary inside: a
-program owns x tokens, keeps their hidden states, and adds one block of v rows of the head to
-running statistics. The gradient of the head runs over (V / v, X / x) and keeps v rows of the head.
-Both gradients recompute the logits.
+Grid (X / x, V / v), the vocabulary in sequence: a program owns x tokens, keeps their hidden states
+on chip, and adds one block of v rows of the head to running statistics (max, sum e^z, sum z e^z
+with z = s - max, and the logit of the token). The gradient of the head has the grid (V / v, X / x)
+and keeps v rows of the head instead. Both gradients recompute the logits.
 
-On chip per program, in bytes, with a = 2 or 4 for the input type: 2 a D (x + v) for the blocks; the
-products run over chunks of c x c (c = CHUNK), 4 c c each for the logits and about 4 temporaries;
-the gradients add 4 x D or 4 v D for the sum and twice a x D or a v D for the result. V and X need
-not be multiples of the blocks.
+                 head rows 0..v   v..2v   2v..3v
+    tokens 0..x       ------------------------->     forward, overlap, gradient of hidden states
+    tokens x..2x      ------------------------->     gradient of the head: downwards instead
+
+Logits are held as [v, x], so that sums over the vocabulary run over sublanes and a statistic of the
+tokens is a row of lanes; values per token are [X / c, 1, c]. V and X need not be multiples of the
+blocks.
+
+On chip per program, in bytes, with a = 2 or 4 bytes of an input number: 2 a D (x + v) for blocks of
+inputs; products of chunks of c x c (c = CHUNK), 4 c c for the logits and for each of about 4
+temporaries; for the gradients 4 x D or 4 v D of sums and 2 a x D or 2 a v D of results.
+
+Numerics: float32 logits and statistics. float32 inputs multiply at HIGHEST precision; for bfloat16
+inputs ds is rounded to bfloat16 before it multiplies.
 """
 
 from __future__ import annotations
@@ -42,10 +51,10 @@ TN = (((0,), (0,)), ((), ()))
 def token_logprob(
     hidden_XD, head_VD, token_X, *, temperature=1.0, interpret=None, tuning=None
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """As reference.token_logprob: (log-prob of each token, entropy) in float32, in nats.
+    """(log-prob of each token, entropy) in float32 and nats, as reference.token_logprob.
 
-    Differentiable in hidden_XD and head_VD; the temperature is a constant. tuning: a
-    HeadTuning (x, v).
+    Differentiable in hidden_XD and head_VD; the temperature is a constant. tuning: a HeadTuning.
+    interpret: None = compile for a TPU. Raises ValueError for shapes or types that do not fit.
     """
     _check(head_VD, token_X, hidden_XD)
     blocks = tuning or _tuning(hidden_XD, head_VD)
@@ -60,9 +69,9 @@ def acceptance_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0, interpret=None,
     tuning=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """As reference.acceptance_overlap: (alpha, log p_sparse of each token). No gradient.
+    """(alpha, log p_sparse of each token), as reference.acceptance_overlap; no gradient.
 
-    Three passes over the vocabulary: the two normalisers, then the sum of minima.
+    Takes three passes over the vocabulary: one for each normaliser, then the sum of minima.
     """
     _check(head_VD, token_X, hidden_dense_XD, hidden_sparse_XD)
     arrays = map(lax.stop_gradient, (hidden_dense_XD, hidden_sparse_XD, head_VD))
@@ -96,7 +105,7 @@ def _tuning(hidden_XD, head_VD) -> HeadTuning:
 
 
 def _pad(x, token_X, *hidden) -> tuple[jax.Array, ...]:
-    """Rows of zeros up to a multiple of the block; tokens as [X / c, 1, c], chunks of lanes."""
+    """Hidden states padded to whole blocks of x, and their tokens as [X / c, 1, c]."""
     pad = -len(token_X) % x
     token_X1c = jnp.pad(token_X.astype(jnp.int32), (0, pad)).reshape(-1, 1, min(CHUNK, x))
     return *(jnp.pad(h, ((0, pad), (0, 0))) for h in hidden), token_X1c
@@ -145,7 +154,7 @@ def _overlap(dense, sparse, head_VD, lse_dense, lse_sparse, scale, blocks, inter
 
 
 def _gradient(kind, scale, hidden_XD, head_VD, rows, blocks, interpret) -> jax.Array:
-    """Gradient of the hidden states or of the head, in their type."""
+    """The gradient of the hidden states or of the head, in their type."""
     of_head = kind == "head"
     kernel, like = (_head_kernel, head_VD) if of_head else (_hidden_kernel, hidden_XD)
     scratch = [pltpu.VMEM((blocks[of_head], like.shape[1]), jnp.float32)]
@@ -158,7 +167,7 @@ def _gradient(kind, scale, hidden_XD, head_VD, rows, blocks, interpret) -> jax.A
 def _call(
     kernel, scale, hidden, head_VD, rows, out, scratch, blocks, interpret, head_outside=False
 ) -> list[jax.Array]:
-    """Run a kernel over (X / x, V / v), or (V / v, X / x) for the gradient of the head."""
+    """Run a kernel over the grid (X / x, V / v), or (V / v, X / x) if head_outside."""
     (X, D), (x, v), V, c = hidden[0].shape, blocks, head_VD.shape[0], rows[0].shape[2]
     grid = X // x, pl.cdiv(V, v)
 
@@ -196,8 +205,8 @@ def _forward_kernel(
     hidden,  # VMEM [x, D]
     head,  # VMEM [v, D]
     token,  # VMEM [x / c, 1, c]
-    logp, entropy, lse,  # VMEM [x / c, 1, c], written at the last block of the vocabulary
-    m, denom, moment, picked,  # VMEM [x / c, 1, c]: max, sum e^z, sum z e^z, s of the token
+    logp, entropy, lse,  # results, VMEM [x / c, 1, c]
+    m, denom, moment, picked,  # state, VMEM [x / c, 1, c]: max, sum e^z, sum z e^z, s of the token
     *, V,
 ) -> None:  # fmt: skip
     j, last = pl.program_id(1), pl.num_programs(1) - 1
@@ -236,7 +245,7 @@ def _overlap_kernel(
     dense, sparse,  # VMEM [x, D]
     head,  # VMEM [v, D]
     lse_dense, lse_sparse,  # VMEM [x / c, 1, c]
-    alpha,  # VMEM [x / c, 1, c], the running sum
+    alpha,  # result, VMEM [x / c, 1, c]: the running sum
     *, V,
 ) -> None:  # fmt: skip
     j = pl.program_id(1)
@@ -248,7 +257,7 @@ def _overlap_kernel(
     def add(i, tokens, vocabs) -> None:
         logp_dense = _logits(head[vocabs], dense[tokens], scale[0]) - lse_dense[i]
         logp_sparse = _logits(head[vocabs], sparse[tokens], scale[0]) - lse_sparse[i]
-        p = jnp.exp(jnp.minimum(logp_dense, logp_sparse))  # the smaller log has the smaller p
+        p = jnp.exp(jnp.minimum(logp_dense, logp_sparse))  # min(p) = exp(min(log p))
         vocab = _vocab(j * head.shape[0] + vocabs.start, p.shape)
         alpha[i] += _sum(jnp.where(vocab < V, p, 0))
 
@@ -260,7 +269,7 @@ def _hidden_kernel(
     hidden,  # VMEM [x, D]
     head,  # VMEM [v, D]
     token, lse, entropy, d_logp, d_entropy,  # VMEM [x / c, 1, c]
-    out,  # VMEM [x, D], written at the last block of the vocabulary
+    out,  # result, VMEM [x, D]
     total,  # VMEM [x, D] float32
     *, V,
 ) -> None:  # fmt: skip
@@ -292,7 +301,7 @@ def _head_kernel(
     hidden,  # VMEM [x, D]
     head,  # VMEM [v, D]
     token, lse, entropy, d_logp, d_entropy,  # VMEM [x / c, 1, c]
-    out,  # VMEM [v, D], written at the last block of tokens
+    out,  # result, VMEM [v, D]
     total,  # VMEM [v, D] float32
     *, V,
 ) -> None:  # fmt: skip
@@ -316,9 +325,10 @@ def _head_kernel(
 
 
 def _each_chunk(hidden, head, row, add) -> None:
-    """add(i, tokens, vocabs) for all chunks of c tokens and c rows of the head.
+    """Call add(i, tokens, vocabs) for every chunk of c tokens and c rows of the head.
 
-    A loop keeps the program small: one product of whole blocks is unrolled into 16,000 bundles.
+    The loop keeps the program small: one product of whole blocks would be unrolled into 16,000
+    instruction bundles.
     """
     (num, _, c), v = row.shape, head.shape[0]
     c_vocab = min(c, v)
@@ -336,7 +346,7 @@ def _slice(i, size) -> Any:
 
 
 def _dot(a, b, dims) -> jax.Array:
-    """Product with float32 sums: exact float32 for float32, one MXU pass for bfloat16."""
+    """Product with float32 sums, at full precision for float32 inputs."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
@@ -346,12 +356,12 @@ def _logits(head_vD, hidden_xD, scale) -> jax.Array:
 
 
 def _vocab(first, shape) -> jax.Array:
-    """Token ids first, first + 1, ... down the rows of a chunk [v, x]."""
+    """Token ids first, first + 1, ... of the rows of a chunk [v, x]."""
     return first + lax.broadcasted_iota(jnp.int32, shape, 0)
 
 
 def _rescale(m, m_new) -> tuple[jax.Array, jax.Array]:
-    """Factor of the old sums, and what their z gains."""
+    """For a new maximum: the factor of the old sums, and what to add to their z."""
     return jnp.exp(m - m_new), m - m_new
 
 
@@ -360,7 +370,7 @@ def _sum(values_vx) -> jax.Array:
 
 
 def _d_logits(head_vD, hidden_xD, scale, rows, i, first, V) -> jax.Array:
-    """Gradient of head . hidden, [v, x], for chunk i of tokens; rows past the vocabulary are 0."""
+    """The gradient of head . hidden, [v, x], for chunk i of tokens; 0 past the vocabulary."""
     token, lse, entropy, d_logp, d_entropy = (row[i] for row in rows)
     logp = _logits(head_vD, hidden_xD, scale) - lse
     vocab = _vocab(first, logp.shape)
@@ -370,7 +380,7 @@ def _d_logits(head_vD, hidden_xD, scale, rows, i, first, V) -> jax.Array:
 
 
 def _clear_tail(head, V) -> None:
-    """Rows of the last block past the vocabulary hold anything, and 0 x NaN would be NaN."""
+    """Clear the rows past the vocabulary, which may hold NaN: 0 x NaN is NaN."""
     v = head.shape[0]
     if V % v:
         head[V % v :] = jnp.zeros((v - V % v, head.shape[1]), head.dtype)

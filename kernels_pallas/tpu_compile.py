@@ -1,7 +1,7 @@
-"""Every kernel, compiled for four TPU generations: python -m kernels_pallas.tpu_compile
+"""Compiles every kernel for four TPU generations: python -m kernels_pallas.tpu_compile
 
-Shapes of Qwen3 1.7B and 8B: 64 rows of 40,960 tokens, 8 KV heads, pages of 16, 256 pages selected.
-Needs libtpu, not a TPU. Exit status 1 if anything is refused.
+The shapes are those of Qwen3 1.7B and 8B: 64 rows of 40,960 tokens, 8 KV heads, pages of 16, 256
+selected pages. It needs libtpu, but no TPU. Exit status 1 if the compiler refuses a program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VOCAB = 151_936
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decode batch over one layer's cache, 5 to 11 GiB; selected counts the reserved pages."""
+    """A decode batch over one layer's cache of 5 to 11 GiB; selected: pages, with the reserved."""
 
     name: str
     heads: int = 16
@@ -55,11 +55,11 @@ SHAPES = (
 
 
 Case = tuple[str, Callable[..., Any], list[Any], tuple[int, ...]]
-"""Name, function, abstract arguments, donated ones."""
+"""Name, function, abstract arguments, indices of donated arguments."""
 
 
 def decode_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
-    """What a decode step calls, at every shape; of a float8 cache, the attention."""
+    """The kernels of a decode step; with a float8 cache, only the attention."""
     array = functools.partial(aot.spec, sharding=place)
     scaled = jnp.dtype(s.dtype).itemsize == 1
     dtype = jnp.bfloat16 if scaled else s.dtype
@@ -87,7 +87,7 @@ def decode_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
 
 
 def training_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
-    """flash_prefill and token_logprob, forward and backward; 2 x 4,096 tokens; 1.7B and 8B."""
+    """The kernels of training, forward and backward: 2 x 4,096 tokens, shapes of 1.7B and 8B."""
     if s not in SHAPES[:2]:
         return
     array = functools.partial(aot.spec, sharding=place)
@@ -118,10 +118,10 @@ def training_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
 
 
 def compile_all(chips: Sequence[str], only: str = "") -> list[aot.Compiled]:
-    """Compile and print every kernel at every shape, or those whose names `only` is found in.
+    """Compile and print every kernel with a name in which the regular expression `only` is found.
 
-    In two processes, since libtpu reads its flags once: the schedules of the decode kernels are
-    dumped; those of the training kernels are so long that writing them takes minutes.
+    Schedules are dumped for decode kernels only; those of training kernels are so long that writing
+    them takes minutes. Since libtpu reads its flags once, each kind has a process of its own.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
@@ -149,7 +149,7 @@ def _compile(chips: list[str], only: str, cases, schedules: bool) -> list[aot.Co
 
 
 def table(rows: Sequence[aot.Compiled]) -> str:
-    """The table of README.md: a row for each kernel and shape, all generations in it."""
+    """The table of README.md: one row for each kernel and shape, for all generations."""
     header = [
         "kernel (shape)", "VMEM MiB, v5e", "SMEM KiB", "HBM temporaries MiB",
         f"bundles: largest loop (longest straight stretch) on {', '.join(aot.CHIPS)}",
@@ -175,7 +175,7 @@ def table(rows: Sequence[aot.Compiled]) -> str:
 
 
 def _span(numbers: Sequence[str]) -> str:
-    """The least and the largest of some numbers, or one if they are the same."""
+    """The least and the largest of some numbers, or one number if they are equal."""
     least, largest = min(numbers, key=float), max(numbers, key=float)
     return least if least == largest else f"{least}-{largest}"
 

@@ -1,6 +1,7 @@
-"""Block sizes of the kernels by chip, type and shape: from what compiles and from bytes in flight.
+"""Block sizes of the kernels by chip, type and shape.
 
-Nothing here was measured on a chip. Sizes change the speed and not the result.
+They follow from what the compiler accepts and from the bytes that must be in flight, not from
+measurements on a chip. They change the speed, not the result.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ HBM_GB_PER_S = {
     "TPU v6 lite": 1640,
     "TPU7x": 3690,
 }
-"""HBM peak of a device by jax's device_kind, as its vendor states it (TPU7x: half a chip)."""
+"""Peak bandwidth of a device's HBM by jax's device_kind, as published (TPU7x: half a chip)."""
 CORES = {"TPU v5": 2, "TPU v5p": 2}
-"""Cores that share a device's HBM, where it is not one."""
-
+"""Cores that share the HBM of a device, if there is more than one."""
 
 LANES, SUBLANES = 128, 8
 
 
 class DecodeTuning(NamedTuple):
-    """sparse_decode: pages per block (one step of the softmax), blocks in the ring (even)."""
+    """Sizes of sparse_decode: pages per block, and buffers of one block in the ring (even)."""
 
     pages_per_block: int
     num_buffers: int
 
 
 class SelectTuning(NamedTuple):
-    """select_pages.
+    """Sizes of select_pages.
 
-    unit: pages fetched and scored in a step, a divisor of 128. ring: buffers of one unit, a power
-    of 2; all but one are in flight while that one is scored. group: blocks of 128 pages handled
-    together after the gather, the grain of a row's length. digit: bits of the threshold found per
-    pass over the scores by 2**digit - 1 counts, a divisor of 32.
+    unit: pages fetched and scored in one step, a divisor of 128.
+    ring: buffers of one unit, a power of 2; all but one are in flight while that one is scored.
+    group: blocks of 128 pages handled together after the gather.
+    digit: bits of the threshold found in one pass over the scores, a divisor of 32; a pass counts
+        for 2**digit - 1 thresholds.
     """
 
     unit: int
@@ -48,14 +49,14 @@ class SelectTuning(NamedTuple):
 
 
 class PrefillTuning(NamedTuple):
-    """flash_prefill: tokens in a block of queries and in a block of keys; multiples of 128."""
+    """Sizes of flash_prefill: tokens in a block of queries and of keys; multiples of 128."""
 
     queries: int
     keys: int
 
 
 class HeadTuning(NamedTuple):
-    """token_logprob: rows in a block of tokens and in a block of the vocabulary."""
+    """Sizes of token_logprob: rows in a block of tokens and in a block of the head."""
 
     tokens: int
     vocabulary: int
@@ -64,10 +65,10 @@ class HeadTuning(NamedTuple):
 def tune_decode(dtype, head_dim: int, page_size: int, chip: str | None = None) -> DecodeTuning:
     """Blocks of 32 pages and at most 256 KiB, and about a microsecond of HBM reads in flight.
 
-    A block is the grain of what a short row computes, so it is no larger than the MXU needs.
-    Little's law: bytes in flight = bandwidth x latency. The latency of a read is not published;
-    1 us is assumed. At most 16 buffers: a row reads ahead of itself as far as the next row only.
-    chip: jax's device_kind; None = the default device (v5e where that is no TPU).
+    A short row computes a whole block, so a block is no larger than the MXU needs. Little's law
+    gives the ring: bytes in flight = bandwidth x latency, with an assumed latency of 1 us, as none
+    is published. There are at most 16 buffers, because a row reads ahead no further than into the
+    next row. chip: jax's device_kind; None = the default device (v5e where that is not a TPU).
     """
     chip = chip or jax.devices()[0].device_kind
     gb_per_s = HBM_GB_PER_S.get(chip, HBM_GB_PER_S["TPU v5 lite"])
@@ -79,25 +80,25 @@ def tune_decode(dtype, head_dim: int, page_size: int, chip: str | None = None) -
 
 
 def tune_select(num_pages: int, rows: int) -> SelectTuning:
-    """Units of 256 landmark rows (32 pages of 8 heads of 128 numbers): two passes of the MXU.
+    """Units of 256 rows of landmarks (32 pages of 8 heads of 128), which are two MXU passes.
 
-    rows: of 128 lanes, of one page. 15 units of 64 KiB are in flight.
+    rows: rows of 128 lanes in the landmarks of one page. 15 units of 64 KiB are in flight.
     """
     unit = min(LANES, max(SUBLANES, 256 // (1 << (rows - 1).bit_length())))
     return SelectTuning(unit, ring=16, group=min(4, -(-num_pages // LANES)), digit=2)
 
 
 def tune_prefill(num_tokens: int, ratio: int) -> PrefillTuning:
-    """About 1,024 rows of queries x heads of a group, and 512 keys: 2 MiB of scores."""
+    """About 1,024 rows of queries x heads of a group and 512 keys, which are 2 MiB of scores."""
     queries = max(LANES, 1024 // ratio // LANES * LANES)
     whole = max(LANES, 1 << (num_tokens - 1).bit_length())
     return PrefillTuning(min(512, queries, whole), min(512, whole))
 
 
 def tune_head(dtype, num_tokens: int, vocabulary: int, width: int, chunk: int) -> HeadTuning:
-    """At most 1,024 tokens and 512 words, in whole chunks, of at most 4 MiB each.
+    """Blocks of at most 1,024 tokens and 512 rows of the head, in whole chunks, at most 4 MiB each.
 
-    A block of tokens reads the whole head once: 1,024 tokens make that 1,024 FLOP per byte.
+    Every block of tokens reads the whole head; with 1,024 tokens that is 1,024 FLOP per byte.
     """
     rows = max(1, 2**22 // (width * jnp.dtype(dtype).itemsize) // chunk) * chunk
     whole = [-(-size // chunk) * chunk for size in (num_tokens, vocabulary)]

@@ -1,16 +1,23 @@
-"""New keys and values into the paged cache, and the landmark of every page they complete, in place.
+"""Writes new keys and values into the paged cache, and landmarks of completed pages, in place.
 
     page[x, c] = new[x, c + C page - start]   for lo <= c < hi, x = key, value; the rest stays
     landmark   = float32 mean over c of page[key, c]                     if hi = C (page complete)
 
-Grid (K x B x touched): one program owns one KV head of one page that T tokens of a row can touch; T
-tokens touch at most (T + C - 2) // C + 1 pages. It reads lo and hi of its page on the device and
-ends if there is no token for it, or no page in the table: nothing is written to the null page. New
-tokens go to the pool in rows of H numbers; old keys are read only where the page completes. On
-chip: 2 C H numbers, in registers.
+Grid (K x B x touched_pages(T, C)): one program owns one KV head of one page in which T tokens of a
+row can lie. With C = 4, T = 3 new tokens lie in at most 2 pages:
+
+    start = 6       | 4  5 [6  7]| [8] .  .  . |       program 0: lo = 2, hi = 4, page complete
+                                                       program 1: lo = 0, hi = 1
+
+A program computes lo and hi of its page on the device and ends if no new token lies there, or if
+the table has no such page; nothing is written to the null page. New tokens are written as rows of H
+numbers; old keys are read only if the page completes.
+
+On chip: 2 C H numbers, in registers.
 
 Numerics: the landmark is the mean of the keys as the cache holds them (rounded to its type), summed
-in float32, in the landmarks' type. float8 saturates at 448. Offsets into the pool have 64 bits.
+in float32 and rounded to the landmarks' type. float8 saturates at 448. Offsets into the pool have
+64 bits.
 """
 
 from __future__ import annotations
@@ -32,14 +39,14 @@ if TYPE_CHECKING:
 def append_kv(
     kv_pages_LKMxCH, landmarks_LMKH, layer, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write T new tokens per row at positions start .. start + num_new - 1; returns both tensors.
+    """Write T new tokens per row into the pool, in place; returns the pool and the landmarks.
 
-    kv_pages_LKMxCH [L, K, M, 2, C, H] and landmarks_LMKH [L, M, K, H], of any strides, are changed
-    in place. Rows never share a page that is written. Tokens past num_new_B, or past the page
-    table, are not written anywhere. A page whose last token is among the new ones gets its
-    landmark: the float32 mean of its C keys, in the landmarks' type. Nothing waits for the device,
-    and the grid depends on shapes only. ValueError for shapes that do not belong together. Source:
-    arXiv 2606.08446, section on sparse rollout.
+    Row b writes tokens 0 .. num_new - 1 at positions start .. start + num_new - 1. Other tokens,
+    and those past the page table, are not written. A page that a new token completes gets its
+    landmark. kv_pages_LKMxCH [L, K, M, 2, C, H] and landmarks_LMKH [L, M, K, H] may have any
+    strides except on the last axis. No two rows may write to the same page. The grid depends on
+    shapes only, so that the launch needs no host sync. Raises ValueError for shapes that do not
+    fit. Source: arXiv 2606.08446, section 2.
     """
     _check(kv_pages_LKMxCH, landmarks_LMKH, k_BTKH, v_BTKH, page_table_BP, start_B, num_new_B)
     B, T, K, H = k_BTKH.shape
@@ -133,7 +140,7 @@ def _append(
 
 @triton.jit
 def _stored(x, dtype: tl.constexpr) -> tl.tensor:
-    """In the cache's type; bytes are float8."""
+    """x in the cache's type, of which bytes stand for float8."""
     if dtype == tl.uint8:
         return float8.encode(x)
     return x.to(dtype)
@@ -159,7 +166,7 @@ def _completes(hi, C: tl.constexpr) -> tl.tensor:
 def programs(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
 ) -> Iterator[Program]:
-    """What gpu_compile compiles; new tokens and landmarks are bf16 where the cache is float8."""
+    """The program that gpu_compile compiles; beside a float8 cache everything else is bf16."""
     from kernels_triton.gpu_compile import Program
 
     scaled = dtype in ("fp8e4nv", "u8")

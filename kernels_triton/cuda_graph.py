@@ -1,4 +1,4 @@
-"""Kernels that are launched together: a CUDA graph of what a function does."""
+"""CUDA graphs: all kernels that a function launches, launched again in one call."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes a function without arguments into one that does the same on the same tensors again."""
+"""Turns a function without arguments into one that repeats its work on the same tensors."""
 
 
 def cuda_graphs() -> Capture:
-    """A `cuda_graph` whose graphs share one pool of memory: it holds the largest, not the sum.
+    """A `cuda_graph` for graphs that share one pool of memory, as large as the largest needs.
 
-    For graphs that are replayed one at a time, on one stream, and that leave their results in
-    tensors made outside them: what a graph has allocated is overwritten by the next.
+    Such graphs must be replayed one at a time on one stream, and must leave their results in
+    tensors made outside of them, since each graph overwrites what another one has allocated.
     """
     return functools.partial(cuda_graph, pool=torch.cuda.graph_pool_handle())
 
 
 def cuda_graph(f: Callable[[], Any], pool: Any = None) -> Callable[[], None]:
-    """Repeats the kernels that f() launches, with the same tensors and without Python's time.
+    """A function that launches the kernels of f() again, without the time that Python takes.
 
-    f runs twice before it is captured, so that all that it compiles or allocates once is there.
-    pool: a torch.cuda.graph_pool_handle() of graphs that share their memory; None: its own.
+    f runs twice before it is captured, so that everything is compiled and allocated by then.
+    pool: a torch.cuda.graph_pool_handle() that several graphs share; None = a pool of its own.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
