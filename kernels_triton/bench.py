@@ -1,10 +1,11 @@
-"""Decode kernels on a GPU: python -m kernels_triton.bench [--out=bench.json]
+"""Measures the decode kernels on a GPU: python -m kernels_triton.bench [--out=bench.json]
 
-Correctness first (bench_check.py). Then one layer of each Qwen3 geometry at several contexts and
-batches: median times by triton's do_bench of CUDA graphs, with the L2 cache cleared, as GB/s of the
-bytes that have to be read and as a share of what a copy reaches on this card in the same run.
-Beside it, on the same rows, dense attention by PyTorch, and by FlashInfer and FlashAttention where
-they are installed. Needs torch and triton, nothing else. Without a GPU it lists what it would run.
+First bench_check.py compares every kernel with float64. Then one layer of each Qwen3 geometry is
+timed at several contexts and batches: medians by triton's do_bench of CUDA graphs, with a cleared
+L2 cache. Each time is also given as GB/s of the bytes that have to be read, and as a share of what
+a copy reaches on the card in the same run. Dense attention by PyTorch is timed for the same rows,
+and by FlashInfer and FlashAttention if they are installed. It needs torch and triton only. Without
+a GPU it lists the cases that it would measure.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from kernels_triton.ops import Ops, kernels
 from kernels_triton.reference import NUM_RESERVED
 
 GEOMETRIES = {"1.7B": (16, 8), "4B, 8B": (32, 8), "14B": (40, 8)}
-"""Query and KV heads of Qwen3."""
+"""Query and KV heads of the Qwen3 models."""
 CONTEXTS, BATCHES = (8192, 32_768, 131_072), (1, 16, 64)
 SELECTED = 256
-"""Pages that a row reads of its context, at most a quarter of it."""
+"""Pages that a row reads; at most a quarter of its pages."""
 GOALS = {"dense": 0.85, "sparse": 0.75}
-"""Share of copy bandwidth to reach; selection may take SELECT_SHARE of sparse attention."""
+"""Goals: share of copy bandwidth."""
 SELECT_SHARE = 0.15
+"""Goal: time of the selection over time of sparse attention, selection included."""
 COPY_BYTES = 2**32
 CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layer; selected counts the reserved pages."""
+    """One layer of a model; selected: pages that a row reads, with the reserved ones."""
 
     model: str
     heads: int
@@ -55,7 +57,7 @@ class Case:
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """What each part has to read: landmarks, listed pages, the whole cache."""
+        """Bytes that each part has to read: landmarks, listed pages, the whole cache."""
         token = 2 * self.kv_heads * self.head_dim * getattr(torch, self.dtype).itemsize
         cached = self.batch * self.context * token
         listed = self.batch * self.selected * self.page * token
@@ -64,7 +66,7 @@ class Case:
 
 
 def cases(memory: int) -> Iterator[Case]:
-    """Every geometry, context and batch whose cache, and a peer's copy of it, fit in `memory`."""
+    """Every geometry, context and batch for which the cache and another library's copy fit."""
     for model, (heads, kv_heads) in GEOMETRIES.items():
         for context in CONTEXTS:
             for batch in BATCHES:
@@ -77,7 +79,7 @@ def cases(memory: int) -> Iterator[Case]:
 
 
 def inputs(c: Case, device) -> dict[str, Any]:
-    """Normal numbers; full rows, whose pages lie scattered in the pool of one layer."""
+    """Normal keys, values and queries of full rows, with pages scattered in one layer's pool."""
     per_row = c.context // c.page
     pages = c.batch * per_row
     place = {"dtype": getattr(torch, c.dtype), "device": device}
@@ -118,7 +120,7 @@ def parts(ops: Ops, c: Case, x: dict[str, Any]) -> dict[str, Callable[[], Any]]:
 
 
 def combine(c: Case, device) -> Callable[[], None] | None:
-    """The second launch of sparse attention, which joins its splits; None if there is one split."""
+    """The launch that joins the splits of sparse attention; None if there is one split."""
     from kernels_triton import sparse_decode as module
 
     programs, tokens = c.batch * c.kv_heads, c.selected * c.page
@@ -143,14 +145,14 @@ def microseconds(f: Callable[[], Any]) -> float:
 
 
 def copy_gb_per_s(device) -> float:
-    """Bytes read and written by a large copy, a second: the yardstick of this card."""
+    """Bandwidth of a large copy on this card, bytes read and written."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / microseconds(lambda: target.copy_(source)) / 1e3
 
 
 def measure(ops: Ops, c: Case, device, copy: float) -> dict[str, Any]:
-    """Times in microseconds, GB/s of the bytes that have to be read, share of the copy's."""
+    """Times in microseconds, GB/s of the bytes that have to be read, and share of a copy's GB/s."""
     x = inputs(c, device)
     out: dict[str, Any] = dataclasses.asdict(c)
     size = c.bytes_read
@@ -170,7 +172,7 @@ def measure(ops: Ops, c: Case, device, copy: float) -> dict[str, Any]:
 
 
 def text(r: dict[str, Any]) -> str:
-    """One line of the table. Parts are timed alone, so that their times need not add up."""
+    """The measurement of one case as a line; parts are timed alone and need not add up."""
     cells = "  ".join(
         f"{n} {r[f'{n}_us']:8.1f} us {r[f'{n}_gb_per_s']:5.0f} GB/s ({r[f'{n}_share']:4.0%})"
         for n in ("dense", "sparse")
@@ -186,7 +188,7 @@ def text(r: dict[str, Any]) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """How many rows reach each goal."""
+    """The number of rows that reach each goal."""
     out = [
         f"{name} at {goal:.0%} of copy bandwidth: {sum(r[f'{name}_share'] >= goal for r in rows)}"
         for name, goal in GOALS.items()
@@ -197,7 +199,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def right(ops: Ops, device) -> bool:
-    """Run bench_check.py and say what is wrong."""
+    """Whether every comparison of bench_check.py holds; prints those that do not."""
     from kernels_triton.bench_check import checks
 
     results = list(checks(ops, device, CHECKED))
@@ -209,7 +211,7 @@ def right(ops: Ops, device) -> bool:
 
 
 def provenance(device) -> dict[str, Any]:
-    """What a record says about where it was made."""
+    """Card, versions and date of a record."""
     import triton
 
     return {
@@ -219,7 +221,7 @@ def provenance(device) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 if a kernel is wrong; its speed is then not measured."""
+    """Run the comparisons and the measurements; 1 if a kernel is wrong, without measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
     arguments = parser.parse_args(argv)
@@ -236,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(device) -> dict[str, Any] | None:
-    """Everything, on a GPU; None if a kernel is wrong."""
+    """All comparisons and measurements on a GPU; None if a kernel is wrong."""
     record = provenance(device)
     print(", ".join(f"{k} {v}" for k, v in record.items()))
     if not right(kernels(), device):

@@ -1,7 +1,7 @@
-"""Is every kernel right, on the device and in the types where it will be timed?
+"""Compares every kernel with float64, on the device and in the types in which it is timed.
 
-Fresh random inputs against float64. Memory that a kernel has to write is filled with NaN before,
-and so is all that it may not read: the null page, free pages, slots past the end.
+Inputs are random and differ in every run. Before a kernel runs, the memory that it has to write is
+filled with NaN, and so is what it must not read: the null page, free pages, slots past the end.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kernels_triton.ops import Ops
 
 PAGE = 16
 NARROW = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float8_e4m3fn: 2**-6}
-"""Error of an output that a type brings with it: two roundings of numbers up to 4."""
+"""Accepted error of an output by type: two roundings of numbers up to 4."""
 EXACT = 1e-5
 OUTER = {torch.float8_e4m3fn: torch.bfloat16}
-"""Type of queries, new tokens and landmarks where it is not the cache's."""
+"""Type of queries, new tokens and landmarks, if it is not the cache's."""
 
 
 class Result(NamedTuple):
-    """One comparison: the largest error and the largest that is accepted."""
+    """One comparison: the largest error, and the largest accepted error."""
 
     name: str
     error: float
@@ -32,11 +32,11 @@ class Result(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.limit  # NaN is not
+        return self.error <= self.limit  # False for NaN
 
 
 class Pool(NamedTuple):
-    """Sequences in a paged cache of one layer, and the same in order: keys, values [S, K, H]."""
+    """Sequences in a paged cache of one layer; keys and values hold them in order, [S, K, H]."""
 
     kv: torch.Tensor
     marks: torch.Tensor
@@ -47,7 +47,7 @@ class Pool(NamedTuple):
 
 
 def make_pool(lengths: Sequence[int], kv_heads: int, head_dim: int, dtype, device) -> Pool:
-    """Normal keys and values in scattered pages, as `dtype` holds them; NaN everywhere else."""
+    """Normal keys and values, rounded to dtype, in scattered pages; NaN everywhere else."""
     width = -(-max(lengths) // PAGE) + 1
     num = 1 + len(lengths) * width + 3
     wide = {"dtype": torch.float32, "device": device}
@@ -72,13 +72,13 @@ def make_pool(lengths: Sequence[int], kv_heads: int, head_dim: int, dtype, devic
 
 
 def poison(device) -> None:
-    """Leave NaN in the memory that the next outputs are given."""
+    """Fill free memory with NaN, so that the next outputs are allocated in it."""
     blocks = [torch.full((2**i,), torch.nan, device=device) for i in range(7, 24)]
     del blocks
 
 
 def attention(q_TNH, k_SKH, v_SKH, visible_KTS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp in float64; [K, T, S] says which keys a query sees."""
+    """Output and log-sum-exp in float64; the mask [K, T, S] is True where a query reads a key."""
     T, N, H = q_TNH.shape
     K = k_SKH.shape[1]
     q = q_TNH.double().reshape(T, K, -1, H)
@@ -89,7 +89,7 @@ def attention(q_TNH, k_SKH, v_SKH, visible_KTS) -> tuple[torch.Tensor, torch.Ten
 
 
 def best_pages(scores_P, k: int) -> torch.Tensor:
-    """The first page, the last two and the k best of the others, sorted; scores of all pages."""
+    """The first page, the last two and the k best of the others, sorted, from all scores."""
     n = len(scores_P)
     if n <= k + 3:
         return torch.arange(n)
@@ -98,7 +98,7 @@ def best_pages(scores_P, k: int) -> torch.Tensor:
 
 
 def decode_checks(ops: Ops, heads: int, kv_heads: int, H: int, dtype, device) -> Iterator[Result]:
-    """Dense with several new tokens; selection; attention over the pages that it selected."""
+    """Dense attention of 1 and 4 new tokens; selection; attention over the selected pages."""
     pool = make_pool([5 * PAGE * 13 + 3, PAGE * 9, 5, 1], kv_heads, H, dtype, device)
     scales = {}
     if dtype == torch.float8_e4m3fn and ops.name == "kernel":
@@ -112,15 +112,16 @@ def decode_checks(ops: Ops, heads: int, kv_heads: int, H: int, dtype, device) ->
         errors = []
         for b, (key, value) in enumerate(zip(pool.keys, pool.values, strict=True)):
             position = int(start[b]) + torch.arange(min(T, len(key)), device=device)
-            seen = torch.arange(len(key), device=device) <= position[:, None]
-            want = attention(q[b, : len(position)], key, value, seen.expand(kv_heads, *seen.shape))
+            visible = torch.arange(len(key), device=device) <= position[:, None]
+            visible = visible.expand(kv_heads, *visible.shape)
+            want = attention(q[b, : len(position)], key, value, visible)
             errors.append(_errors((out[b, : len(position)], lse[b, : len(position)]), want))
         yield from _attention_results(f"dense decode, {T} new, {name}", errors, limit)
     yield from _sparse_checks(ops, pool, q[:, :1], scales, name, limit)
 
 
 def scaled(pool: Pool) -> tuple[Pool, torch.Tensor]:
-    """The pool with keys and values as random scales of pages make them, and the scales."""
+    """The pool with random scales of its pages applied to keys and values, and the scales."""
     _, K, M, *_ = pool.kv.shape
     scale = 0.5 + torch.rand(1, K, M, 2, device=pool.kv.device)
     keys, values = (
@@ -141,12 +142,12 @@ def _errors(got, want) -> list[float]:
 
 
 def _relative(got, want) -> float:
-    """Largest error over the largest number."""
+    """The largest error over the largest number."""
     return _errors((got,), (want,))[0] / float(want.detach().abs().max())
 
 
 def _attention_results(name, errors, limit) -> tuple[Result, Result]:
-    """Worst output and log-sum-exp of the rows; NaN stays."""
+    """Results for the worst output and log-sum-exp of all rows; a NaN is passed on."""
     out, lse = torch.tensor(errors).amax(0).tolist()
     return Result(f"{name}: output", out, limit), Result(f"{name}: log-sum-exp", lse, 1e-4)
 
@@ -171,16 +172,16 @@ def _sparse_checks(ops, pool, q_B1NH, scales, name, limit) -> Iterator[Result]:
         listed = torch.stack([best_pages(s, k[b]) for s in scores]).to(device)
         want = torch.nn.functional.pad(pool.table[b].long()[listed], (0, J - listed.shape[1]))
         wrong = max(wrong, float((ids[b] != want).double().mean()))
-        seen = torch.zeros(kv_heads, n, dtype=torch.bool, device=device).scatter(1, listed, True)
-        seen = seen.repeat_interleave(PAGE, 1)[:, None, : len(pool.keys[b])]
-        expected = attention(q_B1NH[b], pool.keys[b], pool.values[b], seen)
+        read = torch.zeros(kv_heads, n, dtype=torch.bool, device=device).scatter(1, listed, True)
+        read = read.repeat_interleave(PAGE, 1)[:, None, : len(pool.keys[b])]
+        expected = attention(q_B1NH[b], pool.keys[b], pool.values[b], read)
         errors.append(_errors((out[b], lse[b]), expected))
     yield Result(f"selected pages, {name}: share that differs", wrong, 0.0)
     yield from _attention_results(f"sparse decode, {name}", errors, limit)
 
 
 def append_checks(ops: Ops, kv_heads: int, H: int, dtype, device) -> Iterator[Result]:
-    """The pool bit by bit, and the landmark of the page that is completed."""
+    """The pool, which must match bit by bit, and the landmark of the completed page."""
     pool = make_pool([PAGE + 7, 40], kv_heads, H, dtype, device)
     new = torch.randn(2, 2, 3 * PAGE, kv_heads, H, device=device).to(pool.marks.dtype)
     count = torch.tensor([PAGE - 7, 0], dtype=torch.int32, device=device)
@@ -199,7 +200,7 @@ def append_checks(ops: Ops, kv_heads: int, H: int, dtype, device) -> Iterator[Re
 
 
 def training_checks(ops: Ops, dtype, device) -> Iterator[Result]:
-    """Prefill dense and by pages, log-probs, overlap; outputs and gradients."""
+    """Prefill, dense and replayed, log-prob, entropy and overlap: outputs and gradients."""
     name, limit = str(dtype)[6:], 4 * NARROW.get(dtype, EXACT)
     T, N, K, H = 75, 4, 2, 64
     # Keys in quarters, constant over a page: landmarks are exact in every type.
@@ -210,14 +211,14 @@ def training_checks(ops: Ops, dtype, device) -> Iterator[Result]:
     causal = torch.ones(T, T, dtype=torch.bool, device=device).tril().expand(K, T, T)
     replay = {"budget_T": torch.full((T,), 3, device=device), "page": 4}
     replay["prompt_len_B"] = torch.tensor([20], device=device)
-    for kind, options, seen in (
+    for kind, options, visible in (
         ("dense", {}, causal), ("replay", replay, causal & _replayed(q, k, 20, 3, 4)),
     ):  # fmt: skip
         args = [x.clone().requires_grad_() for x in (q, k, v)]
         wide = [x.double().requires_grad_() for x in (q, k, v)]
         poison(device)
         out = ops.flash_prefill(*args, **options)
-        want, _ = attention(*(x[0] for x in wide), seen)
+        want, _ = attention(*(x[0] for x in wide), visible)
         out.backward(do)
         want.backward(do[0].double())
         pairs = [(out[0], want), *((a.grad, b.grad) for a, b in zip(args, wide, strict=True))]
@@ -227,18 +228,18 @@ def training_checks(ops: Ops, dtype, device) -> Iterator[Result]:
 
 
 def _replayed(q, k, prompt_len, budget, page) -> torch.Tensor:
-    """Keys that decode would read at each position, [K, T, S]."""
+    """Mask [K, T, S] of the keys that decode would read at each position."""
     _, T, N, H = q.shape
     K = k.shape[2]
     mean = q[0].double().reshape(T, K, -1, H).mean(2)
     marks = [k[0, i : i + page].double().mean(0) for i in range(0, T, page)]
     scores = torch.einsum("tkh,pkh->ktp", mean, torch.stack(marks))
-    seen = torch.ones(K, T, T, dtype=torch.bool)
+    mask = torch.ones(K, T, T, dtype=torch.bool)
     for t in range(prompt_len, T):
         for head in range(K):
             pages = best_pages(scores[head, t, : t // page + 1], budget)
-            seen[head, t] = torch.isin(torch.arange(T) // page, pages)
-    return seen.to(q.device)
+            mask[head, t] = torch.isin(torch.arange(T) // page, pages)
+    return mask.to(q.device)
 
 
 def _head_checks(ops, dtype, device, name, limit) -> Iterator[Result]:
@@ -267,7 +268,7 @@ def _head_checks(ops, dtype, device, name, limit) -> Iterator[Result]:
 
 
 def checks(ops: Ops, device, dtypes, heads=((16, 8), (32, 8), (40, 8)), H=128) -> Iterator[Result]:
-    """All of them, in every type of the cache; seeded by the clock: no two runs are alike."""
+    """All comparisons, for every type of the cache; seeded by the clock."""
     torch.manual_seed(time.time_ns() % 2**32)
     for dtype in dtypes:
         for N, K in heads if dtype == dtypes[0] else heads[:1]:

@@ -1,7 +1,8 @@
-"""Dense decode attention by other libraries, on rows of the same shape, for bench.py.
+"""Times dense decode attention of other libraries on rows of the same shape, for bench.py.
 
-Each takes its own layout, filled anew: these are times, not comparisons of values. A peer that is
-not installed, or refuses the shape, is named with its reason and not with a time.
+Each library has a cache of its own layout with random values, so that times are compared and not
+results. For a library that is not installed, or that refuses the shape, the reason stands in place
+of a time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 Clock = Callable[[Callable[[], Any]], float]
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, ImportError)
-"""What code of others raises for shapes, cards or versions that do not fit; ours is not in it."""
+"""What other libraries raise for shapes, cards or versions that they do not support."""
 
 
 def torch_sdpa(x: dict[str, Any], clock: Clock) -> float | str:

@@ -1,27 +1,36 @@
-"""Causal attention over whole sequences, dense or by pages (replay), with backward.
+"""Causal attention over whole sequences, dense or by pages (replay), with backward, for GPU.
 
     s = q k^T / sqrt(H),  p = exp(s - lse),  lse = log sum_keys exp(s),  out = p v
     delta = sum_h(out do),  ds = p (do v^T - delta),  dv = p^T do,  dk = ds^T q / sqrt(H),
     dq = ds k / sqrt(H)
 
-As FlashAttention-2 (arXiv 2307.08691). Forward and dq: grid (B x N x blocks of queries); a program
-owns a block of queries of one head and walks the blocks of keys up to the diagonal; the longest
-walks of a head start first. dk and dv, a launch each: grid (B x K x blocks of keys); a program owns
-a block of keys of one KV head and walks the blocks of queries from the diagonal on, for every head
-of the group, so that the sum over the group stays in registers. dk and dv together would save one
-of eight products of the backward pass, but at H = 128 two such sums do not fit beside the scores
-(ptxas spills). Forward, only blocks that the diagonal crosses compare positions.
-Replay: which pages a query reads is computed outside in chunks of queries by the reference's rule
-and packed into bits, int32 [B x K, words, T] (64 MiB for 8 groups at 32K tokens). The keys of a
-block lie in the 32 pages of one word: a program loads one word per query and shifts it.
+The algorithm is FlashAttention-2 (arXiv 2307.08691).
 
-On chip per program: num_stages x keys x H x 2 numbers of keys and values (or queries and their
-gradients) and the block that it owns in shared memory; float32 [queries, keys] scores and the sum,
-[queries, H] or [keys, H], in registers.
-Any strides, except that H is contiguous; offsets of rows are 64 bits wide.
-Numerics: float32 softmax (in powers of 2) and sums; float32 inputs multiply exactly; otherwise p
-and ds are rounded to the inputs' type before they multiply. Scores of pages are float64 products
-rounded to float32: no setting of torch (TF32) changes which pages are read.
+              keys 0   keys 1   keys 2      forward, dq: a program owns a row, loops over its keys
+    queries 0   *                           dk, dv: a program owns a column, loops over its queries
+    queries 1   *        *                  * blocks with a visible key
+    queries 2   *        *        *
+
+Forward and dq: grid (B x N x blocks of queries). A program owns a block of queries of one head and
+loops over the blocks of keys up to the diagonal. The longest loops of a head start first.
+
+dk and dv, one launch each: grid (B x K x blocks of keys). A program owns a block of keys of one KV
+head and loops over the blocks of queries from the diagonal on, for every head of the group, so that
+the sum over the group stays in registers. One kernel for dk and dv would save one of eight products
+of the backward pass, but at H = 128 both sums do not fit into registers beside the scores.
+
+Replay: the pages that each query reads are packed into bits outside the kernel (page_words.py). All
+keys of a block lie in the 32 pages of one word, so that a program loads one word per query and
+block, and shifts it. In the forward pass only blocks that the diagonal crosses compare positions.
+
+On chip per program: in shared memory num_stages x keys x H x 2 numbers of keys and values (or of
+queries and output gradients), and the block that the program owns; in registers float32 scores
+[queries, keys] and the sum [queries, H] or [keys, H].
+
+Inputs have any strides except on H, which is contiguous. Offsets of rows have 64 bits.
+
+Numerics: float32 softmax, in powers of 2, and float32 sums. float32 inputs multiply at full
+precision (no TF32); otherwise p and ds are rounded to the inputs' type before they multiply.
 """
 
 from __future__ import annotations
@@ -51,13 +60,13 @@ def flash_prefill(
     q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
     chunk=reference.QUERY_BLOCK, tuning=None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention over whole sequences, optionally with sparse decode's page rule (replay).
+    """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
-    out = softmax(q k^T / sqrt(H)) v over the keys up to the query, and with budget_T (int32 [T], k
-    at each query position) only over the pages that decode would have read there; queries before
-    prompt_len_B see all. Differentiable in q, k and v; the choice of pages is constant. `chunk`
-    queries choose their pages at a time. Returns out_BTNH. See reference.flash_prefill.
-    tuning: a PrefillTuning. ValueError for shapes, types, heads or pages that no kernel takes.
+    Returns out_BTNH = softmax(q k^T / sqrt(H)) v over the keys up to the query. With budget_T
+    (int32 [T], the budget at each query position) only over the pages that decode would have read
+    there; queries before prompt_len_B read all pages. Differentiable in q, k and v; the choice of
+    pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
+    Raises ValueError for shapes, types, heads or pages that the kernels do not take.
     """
     page = 0 if budget_T is None else page
     tuning = tuning or tune_prefill(q_BTNH.element_size(), q_BTNH.shape[3], page)
@@ -80,7 +89,7 @@ def flash_prefill(
 def programs(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
 ) -> Iterator[Program]:
-    """Every kernel, dense and replay, for inputs of a type: bf16, fp16 or fp32."""
+    """The programs that gpu_compile compiles, dense and replay. dtype: bf16, fp16 or fp32."""
     from kernels_triton.gpu_compile import Program
 
     strides = [f"s_{x}{axis}" for x in ("q", "k", "v", "o") for axis in "btn"]
@@ -121,7 +130,7 @@ def _check(q_BTNH, k_BTKH, v_BTKH, page, tuning) -> None:
 
 
 def _rows(x) -> torch.Tensor:
-    """Kernels take any strides; the numbers of a head must follow one another."""
+    """x, or a copy in which the numbers of a head are contiguous, as the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -145,11 +154,11 @@ class _Attend(torch.autograd.Function):
 
 
 def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and log-sum-exp [B, N, T]."""
+    """Output [B, T, N, H] and log-sum-exp [B, N, T]."""
     B, T, N, _ = q_BTNH.shape
     out_BTNH = q_BTNH.new_empty(q_BTNH.shape)
     lse_BNT = q_BTNH.new_empty((B, N, T), dtype=torch.float32)
-    grid = (B * N * triton.cdiv(T, blocks.queries),)  # CUDA takes 65,535 on other axes
+    grid = (B * N * triton.cdiv(T, blocks.queries),)  # other axes take at most 65,535
     args = words, out_BTNH, lse_BNT, *_arguments(q_BTNH, k_BTKH, v_BTKH, out_BTNH, words)
     _forward_kernel[grid](q_BTNH, k_BTKH, v_BTKH, *args, **_constants(q_BTNH, page, blocks))
     return out_BTNH, lse_BNT
@@ -158,10 +167,10 @@ def _forward(q_BTNH, k_BTKH, v_BTKH, words, page, blocks) -> tuple[torch.Tensor,
 def _query_gradient(
     q_BTNH, k_BTKH, v_BTKH, do_BTNH, out_BTNH, lse_BNT, words, page, blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq, contiguous, and delta [B, N, T]."""
+    """dq [B, T, N, H], contiguous, and delta [B, N, T]."""
     B, T, N, _ = q_BTNH.shape
     dq_BTNH, delta_BNT = torch.empty_like(out_BTNH), torch.empty_like(lse_BNT)
-    grid = (B * N * triton.cdiv(T, blocks.queries),)  # CUDA takes 65,535 on other axes
+    grid = (B * N * triton.cdiv(T, blocks.queries),)  # other axes take at most 65,535
     args = _arguments(q_BTNH, k_BTKH, v_BTKH, do_BTNH, words)
     _query_gradient_kernel[grid](
         q_BTNH, k_BTKH, v_BTKH, words, do_BTNH, out_BTNH, lse_BNT, delta_BNT, dq_BTNH, *args,
@@ -173,7 +182,7 @@ def _query_gradient(
 def _key_gradients(
     q_BTNH, k_BTKH, v_BTKH, do_BTNH, lse_BNT, delta_BNT, words, page, blocks
 ) -> list[torch.Tensor]:
-    """dk and dv, contiguous."""
+    """dk and dv [B, T, K, H], contiguous."""
     B, T, K, _ = k_BTKH.shape
     grads = [k_BTKH.new_empty(k_BTKH.shape) for _ in range(2)]
     args = _arguments(q_BTNH, k_BTKH, v_BTKH, do_BTNH, words)
@@ -186,7 +195,7 @@ def _key_gradients(
 
 
 def _arguments(q_BTNH, k_BTKH, v_BTKH, other_BTNH, words) -> tuple[Any, ...]:
-    """Scale, strides and sizes, the last arguments of every kernel."""
+    """The last arguments of every kernel: scale, strides and sizes."""
     T, N, H = q_BTNH.shape[1:]
     strides = [s for x in (q_BTNH, k_BTKH, v_BTKH, other_BTNH) for s in x.stride()[:3]]
     return H**-0.5, *strides, T, N, N // k_BTKH.shape[2], 0 if words is None else words.shape[1]
@@ -238,7 +247,7 @@ def _attend(
         v_YH = _load(_at(v, 0, j * Y, 0, 0, s_vt, 0), s_vt, key_Y, T, Y, H, DIAGONAL)
         s = tl.dot(q_XH, tl.trans(k_YH), input_precision="ieee") * scale2
         s = _masked(s, words, key_Y[None, :], query_X[:, None], j * Y, T, PAGE, DIAGONAL)
-        # Every query sees key 0, so the first block leaves a real maximum behind.
+        # Every query reads key 0, so the maximum is a real score after the first block.
         m_new = tl.maximum(m_X, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         keep = tl.exp2(m_X - m_new)
@@ -329,14 +338,14 @@ def _key_gradient_kernel(
 
 @triton.jit
 def _program(T, SIZE: tl.constexpr) -> tuple:
-    """Row (sequence and head) and block of this program; the blocks of a row follow each other."""
+    """(row, block) of this program; a row is a head of a sequence, its blocks are consecutive."""
     blocks = tl.cdiv(T, SIZE)
     return tl.program_id(0) // blocks, tl.program_id(0) % blocks
 
 
 @triton.jit
 def _key_blocks(i, T, X: tl.constexpr, Y: tl.constexpr) -> tuple:
-    """Of a block of queries: blocks of keys that all of them see, and that any of them sees."""
+    """For block i of queries: how many blocks of keys all of them see, and how many any sees."""
     return (i * X + 1) // Y, tl.cdiv(tl.minimum((i + 1) * X, T), Y)
 
 
@@ -349,7 +358,7 @@ def _visible(key, query) -> tl.tensor:
 def _masked(
     s, words, key, query, first_key, T, PAGE: tl.constexpr, DIAGONAL: tl.constexpr
 ) -> tl.tensor:
-    """NEG where a query does not see a key. key and query: a row and a column, or the reverse."""
+    """s, but NEG where a query does not read a key. key, query: a row and a column, or reversed."""
     if PAGE > 0:
         place = tl.cast(first_key // (PAGE * 32), tl.int64) * T + query
         word = tl.load(words + place, mask=query < T, other=0)
@@ -361,20 +370,20 @@ def _masked(
 
 @triton.jit
 def _weights(s, lse) -> tl.tensor:
-    """p from scores in powers of 2 and the natural log-sum-exp."""
+    """p = exp(s - lse) from scores times log2(e) and the natural log-sum-exp."""
     return tl.exp2(s - lse * LOG2E)
 
 
 @triton.jit
 def _at(x, b, row, head, s_b, s_t, s_n) -> tl.tensor:
-    """Where a row of a head begins."""
+    """The address at which a row of a head begins."""
     b, row, head = tl.cast(b, tl.int64), tl.cast(row, tl.int64), tl.cast(head, tl.int64)
     return x + (b * s_b + row * s_t + head * s_n)
 
 
 @triton.jit
 def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr) -> tl.tensor:
-    """M rows of a head from x on; those past T are 0."""
+    """Load M rows of a head from x on; rows past T are 0."""
     place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
     if MASK:
         return tl.load(place, mask=row[:, None] < T, other=0.0)
@@ -384,5 +393,6 @@ def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr) 
 
 @triton.jit
 def _store(x, s_t, rows, row, T, M: tl.constexpr, H: tl.constexpr) -> None:
+    """Store M rows of a head from x on, up to T."""
     place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
     tl.store(place, rows.to(x.dtype.element_ty), mask=row[:, None] < T)

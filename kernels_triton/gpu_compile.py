@@ -1,8 +1,9 @@
-"""Every kernel, compiled for four GPU architectures: python -m kernels_triton.gpu_compile
+"""Compiles every kernel for four GPU architectures: python -m kernels_triton.gpu_compile
 
-Head geometries of Qwen3 1.7B, 4B / 8B and 14B in bfloat16, and a float8 cache for the decode. Needs
-no GPU: Triton's compiler and NVIDIA's assembler come with the triton package. Exit status 1 if
-anything is refused, or if a kernel of the bfloat16 decode path spills registers.
+The head geometries are those of Qwen3 1.7B, 4B, 8B and 14B in bfloat16; decode attention is also
+compiled for a float8 cache. No GPU is needed: Triton's compiler and NVIDIA's assembler come with
+the triton package. Exit status 1 if the compiler refuses a program, or if a kernel of the bfloat16
+decode path spills registers.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ TARGETS = {
 }
 """A100, H100 / H200, B200, MI300X."""
 SHARED_BYTES = {"sm_80": 164 * 1024, "sm_90": 228 * 1024, "sm_100": 228 * 1024, "gfx942": 65536}
-"""Of one multiprocessor; a block takes 1 KiB more than it asks for on NVIDIA's."""
+"""Shared memory of one multiprocessor; on NVIDIA's a block takes 1 KiB more than it asks for."""
 SHAPES = {"1.7B": (16, 8), "8B": (32, 8), "14B": (40, 8)}
-"""Query and KV heads; 4B has those of 8B."""
+"""Query and KV heads; Qwen3 4B has those of 8B."""
 HEAD_DIM, PAGE = 128, 16
 DECODE = ("select_pages", "sparse_decode", "append_kv", "sample_tokens")
 
 
 class Program(NamedTuple):
-    """One kernel to compile: argument types by name, values of its constexprs, launch options."""
+    """A kernel to compile: types of its arguments, values of its constexprs, launch options."""
 
     name: str
     kernel: Any
@@ -56,10 +57,12 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One kernel on one architecture. spills: bytes stored and loaded (AMD: registers).
+    """One kernel compiled for one architecture.
 
-    occupancy: blocks that one multiprocessor holds at a time, by registers, shared memory and
-    threads.
+    registers: per thread. spills: bytes stored and loaded for lack of registers (AMD: registers).
+    shared: bytes of shared memory of a block. occupancy: blocks that one multiprocessor holds at a
+    time, limited by registers, shared memory and threads. error: why the compiler refused the
+    kernel, else "".
     """
 
     arch: str
@@ -74,11 +77,11 @@ class Compiled:
 
 
 def compile_program(arch: str, p: Program) -> Compiled:
-    """A refusal is a result with `error` set."""
+    """Compile a kernel for one architecture; if the compiler refuses it, `error` says why."""
     names = list(p.kernel.arg_names)
     signature = {name: p.signature.get(name, "constexpr") for name in names}
     signature |= dict.fromkeys(p.constexprs, "constexpr")
-    # What a launch finds: pointers, widths and strides that are multiples of 16 (page scales: 2).
+    # As in a launch: pointers, widths and strides are multiples of 16, except those of page scales.
     strides = [n for n in names if n.startswith(("stride_", "s_")) and n != "stride_sm"]
     aligned = [n for n in names if signature[n].startswith("*") or n == "D"] + strides
     attributes = {
@@ -89,7 +92,7 @@ def compile_program(arch: str, p: Program) -> Compiled:
     start = time.perf_counter()
     try:
         compiled = triton.compile(source, target=TARGETS[arch], options=options)
-    except (TritonError, RuntimeError) as e:  # of Triton itself, and of the passes of MLIR
+    except (TritonError, RuntimeError) as e:  # from Triton, and from MLIR's passes
         text = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         return Compiled(arch=arch, name=p.name, seconds=time.perf_counter() - start, error=text)
     seconds, shared = time.perf_counter() - start, compiled.metadata.shared
@@ -100,7 +103,7 @@ def compile_program(arch: str, p: Program) -> Compiled:
         held.append(SHARED_BYTES[arch] // (shared + 1024))
     else:
         registers, spills = _amd_registers(compiled.asm["amdgcn"])
-        waves = min(8, 512 // (-(-registers // 8) * 8))  # of a SIMD; a compute unit has four
+        waves = min(8, 512 // (-(-registers // 8) * 8))  # per SIMD; a compute unit has four of them
         held = [4 * waves // p.num_warps]
         held.append(SHARED_BYTES[arch] // max(shared, 1))
     return Compiled(
@@ -110,7 +113,7 @@ def compile_program(arch: str, p: Program) -> Compiled:
 
 
 def _assemble(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers and bytes of spills, as NVIDIA's assembler reports them."""
+    """Registers and bytes of spills that NVIDIA's assembler reports."""
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     newer = folder / "ptxas-blackwell"
     assembler = newer if arch >= 90 and newer.is_file() else folder / "ptxas"
@@ -136,7 +139,7 @@ def _amd_registers(assembly: str) -> tuple[int, int]:
 
 
 def programs() -> Iterator[Program]:
-    """Every kernel at every geometry, each program once."""
+    """Every kernel at every head geometry, each program once."""
     from kernels_triton import (
         append_kv,
         flash_prefill,
@@ -157,11 +160,13 @@ def programs() -> Iterator[Program]:
                     yield p._replace(name=f"{p.name} ({shape})")
     yield from sample_tokens.programs("fp32", *SHAPES["8B"], HEAD_DIM, PAGE)  # logits are float32
     for p in sparse_decode.programs("u8", *SHAPES["8B"], HEAD_DIM, PAGE):
-        yield p._replace(name=f"{p.name} (8B, float8)")  # read as bytes, which every card can
+        yield p._replace(
+            name=f"{p.name} (8B, float8)"
+        )  # as bytes: some cards do not convert float8
 
 
 def line(r: Compiled) -> str:
-    """One row of the table, for the terminal."""
+    """One result as a line for the terminal."""
     if r.error:
         return f"{r.arch:7} {r.name:44} REFUSED after {r.seconds:.1f} s: {r.error}"
     return (
@@ -172,7 +177,7 @@ def line(r: Compiled) -> str:
 
 
 def table(rows: Sequence[Compiled]) -> str:
-    """The table of README.md: a row for each kernel and shape, a column for each architecture."""
+    """The table of README.md: one row for each kernel and shape, a column per architecture."""
     by_name: dict[str, dict[str, str]] = {}
     for r in rows:
         cell = f"{r.registers} / {r.spills} / {r.shared / 1024:.0f} / {r.occupancy}"
@@ -185,7 +190,7 @@ def table(rows: Sequence[Compiled]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 as the module's docstring says."""
+    """Run the command line; the module's docstring has the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--archs", default=",".join(TARGETS), help="default: %(default)s")
     parser.add_argument("--only", default="", help="regular expression: only matching programs")
@@ -193,8 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="README in which to renew the table")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
-        parser.error("TRITON_INTERPRET is set: Triton compiles nothing then; unset it")
-    triton.knobs.compilation.always_compile = True  # nothing that an earlier run has kept
+        parser.error("TRITON_INTERPRET is set, with which Triton compiles nothing; unset it")
+    triton.knobs.compilation.always_compile = True  # do not reuse what an earlier run compiled
     archs = arguments.archs.split(",")
     if unknown := set(archs) - set(TARGETS):
         parser.error(

@@ -1,6 +1,7 @@
-"""The operations of the model as one value: by Triton kernels, or by their plain-torch references.
+"""The operations that the model calls as one value: Triton kernels, or plain-torch references.
 
-`resolve` is called once, where a backend is built. There is no switch by environment or at import.
+`resolve` is called once, where a backend is built. No environment variable and no import decides
+between the two.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HEAD_DIMS = (32, 64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """Six functions with the signatures of kernels_triton/reference.py."""
+    """Six functions with the signatures of reference.py, and the name that a log shows."""
 
     name: str
     select_pages: Callable[..., Any]
@@ -42,7 +43,7 @@ REFERENCE = Ops(
 
 @functools.cache
 def kernels() -> Ops:
-    """The Triton kernels; triton is imported here and not before."""
+    """The Triton kernels; triton is imported when this is called."""
     from kernels_triton import append_kv, flash_prefill, select_pages, sparse_decode, token_logprob
 
     return Ops(
@@ -57,9 +58,11 @@ def kernels() -> Ops:
 
 
 def resolve(attention: str, device: str, *, head_dim: int) -> Ops:
-    """auto: kernels on a GPU, references elsewhere; kernel: ValueError if they cannot run.
+    """The operations for a setting of config.attention, one of CHOICES.
 
-    References that stand in for kernels on a GPU say why in their name, which a run's log shows.
+    `kernel` and `reference` name one of the two; `auto` takes kernels where they can run: on a GPU,
+    with heads of HEAD_DIMS. If `auto` falls back to references on a GPU, their name says why.
+    Raises ValueError for `kernel` where kernels cannot run.
     """
     if attention not in CHOICES:
         raise ValueError(f"{attention=}: expected one of {', '.join(CHOICES)}")

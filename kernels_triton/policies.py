@@ -1,12 +1,12 @@
-"""Rules by which a query ranks the pages of its past, for replay; decode itself knows "mean" only.
+"""Policies of page selection: how a query ranks the pages before it. Decode has "mean" only.
 
-The same five as in kernels_pallas/policies.py, with their sources;
+They are the five of kernels_pallas/policies.py, which has formulas and sources.
 common/oracles/sparse_attention.py has them in float64.
 
-A policy is a pair of functions: `summary(k_BTKH, page)` makes what is kept of every page, a list of
-tensors [B, K, P, ...], and `scores(q_BKRtH, summary, k_BKSH, pos_t, page)` ranks the pages,
-[B, K, t, P] in float32; of equal scores the lower page wins. Only pages that are complete at pos_t
-are ranked.
+A policy is a pair of functions. `summary(k_BTKH, page)` returns what is stored of every page, a
+list of tensors [B, K, P, ...]. `scores(q_BKRtH, summary, k_BKSH, pos_t, page)` returns scores
+[B, K, t, P] in float32; of pages with equal scores the lower one is chosen. A replay considers only
+pages that are complete at pos_t.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 
 class Policy(NamedTuple):
-    """See the file's docstring."""
+    """A summary of every page, and scores from it; the file's docstring has the signatures."""
 
     summary: Callable[..., list[torch.Tensor]]
     scores: Callable[..., torch.Tensor]
 
 
 def page_means(k_BTKH, page) -> torch.Tensor:
-    """Landmarks of all pages of contiguous keys, rounded to the cache type as append_kv does."""
+    """Landmarks [B, P, K, H] of contiguous keys, rounded to the keys' type as append_kv does."""
     return _by_page(k_BTKH, page).float().mean(2).to(k_BTKH.dtype).float()
 
 
 def _by_page(k_BTKH, page) -> torch.Tensor:
-    """[B, P, C, K, H]; zeros past the end."""
+    """The keys as [B, P, C, K, H], with zeros past the end."""
     B, T, K, H = k_BTKH.shape
     keys = torch.nn.functional.pad(k_BTKH, (0, 0, 0, 0, 0, -T % page))
     return keys.reshape(B, -1, page, K, H)
@@ -76,12 +76,12 @@ def _random_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
 
 
 def _low(x) -> torch.Tensor:
-    """The low 32 bits, as int64."""
+    """The low 32 bits of an int64."""
     return x & 0xFFFFFFFF
 
 
 def _mix(x) -> torch.Tensor:
-    """A permutation of 32-bit numbers that spreads every bit (lowbias32)."""
+    """A hash of 32-bit numbers, one to one (lowbias32)."""
     x = _low((x ^ x >> 16) * 0x7FEB352D)
     x = _low((x ^ x >> 15) * 0x846CA68B)
     return x ^ x >> 16
@@ -91,8 +91,8 @@ def _oracle_scores(q_BKRtH, summary, k_BKSH, pos_t, page) -> torch.Tensor:
     B, K, _, t, H = q_BKRtH.shape
     S = k_BKSH.shape[2]
     s = torch.einsum("bkrth,bksh->bkrts", q_BKRtH, k_BKSH.float()) * H**-0.5
-    seen = torch.arange(S, device=pos_t.device) <= pos_t[:, None]
-    p = torch.where(seen, s, -1e30).softmax(-1).sum(2)
+    visible = torch.arange(S, device=pos_t.device) <= pos_t[:, None]
+    p = torch.where(visible, s, -1e30).softmax(-1).sum(2)
     return torch.nn.functional.pad(p, (0, -S % page)).reshape(B, K, t, -1, page).sum(-1)
 
 

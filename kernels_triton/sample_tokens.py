@@ -1,23 +1,28 @@
-"""Draws a token per row: portable noise, argmax and log-prob in one pass over the logits, on GPU.
+"""Samples a token per row: portable noise, argmax and log-prob in one pass over the logits, on GPU.
 
     word_v = threefry2x32(key, (position, v // 2))[v % 2],  u_v = ((word_v >> 9) + 0.5) 2^-23
     token  = argmax_v s_v - log(-log u_v),                   s_v = logits_v / temperature
     logp   = s_token - log sum_v exp s_v
 
-Threefry-2x32 with 20 rounds (Salmon et al., SC 2011). Words and u are those of any other
-implementation, bit for bit; no array of noise exists.
+The noise is Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), computed where it is used, so
+that no array of noise exists. Words and u equal those of numpy and JAX bit for bit.
 
-Grid (B, parts of the vocabulary): a program walks the blocks of its part, two words per call of
-Threefry, and keeps the best score, its token and logit, and the running maximum and sum of the
-softmax: five numbers. A second launch, grid (B), joins the parts; of equal scores the lowest token
-wins. The parts fill the card when there are few rows.
+Grid (B, parts of the vocabulary): one program owns one part of one row and loops over its blocks.
+Threefry returns two words at a time. The program keeps five numbers: the best score with its token
+and logit, and the running maximum and sum of the softmax. A second launch, grid (B), joins the
+parts; of tokens with equal scores the lowest is sampled. Parts occupy the card if there are few
+rows:
+
+    logits of a row   | block | block | block | block | block | block |
+                      |______ part 0 _______| |______ part 1 ________|
+                        5 numbers               5 numbers              --> token, logp
 
 On chip: `block` logits, words and scores, in registers.
-Numerics: 32-bit integers and float32; logarithms are the math library's (at u = 1 - 2^-24, where
-tokens are won, the approximate instruction has no digit right). The score does not subtract the
-log-sum-exp, so that two scores within a rounding (1e-6) of each other may change places against an
-implementation that does. Logits of -inf are never drawn, unless all of a row are. Where any is NaN,
-so is the log-prob.
+
+Numerics: 32-bit integers and float32, with the logarithm of the math library: near u = 1, where the
+best scores are, the approximate instruction has no correct digit. The score does not subtract the
+log-sum-exp, so that an implementation that does may order two scores within 1e-6 differently. A
+logit of -inf is never sampled unless the whole row is -inf. A NaN in a row makes its log-prob NaN.
 """
 
 from __future__ import annotations
@@ -40,11 +45,12 @@ LOWEST = tl.constexpr(-1e30)
 def sample_tokens(
     logits_BV, key_B, position_B, temperature: float, *, tuning: SampleTuning | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [B] and log-probs float32 [B] at the temperature.
+    """Token ids, int64 [B], and their log-probs at the temperature, float32 [B].
 
-    key_B: two int64 [B] of 32-bit words; position_B: int [B], of the token that is drawn.
-    temperature 0 takes the argmax, its log-prob is at temperature 1. Nothing waits for the device,
-    and the grid depends on shapes only. ValueError for shapes that do not belong together.
+    key_B: two int64 [B] that hold 32-bit words. position_B: int [B], the position of the sampled
+    token. Temperature 0 means argmax, with the log-prob at temperature 1. The grid depends on
+    shapes only, so that the launches need no host sync. Raises ValueError for shapes that do not
+    fit.
     """
     B, V = logits_BV.shape
     if not len(key_B[0]) == len(key_B[1]) == len(position_B) == B:
@@ -82,7 +88,7 @@ def _draw(
     logits_ptr,  # [B, V]
     key0_ptr, key1_ptr, position_ptr,  # [B]
     best_ptr,  # int32 [B, parts]: token
-    numbers_ptr,  # [4, B, parts]: its score, its logit, maximum and sum of exp(s - maximum)
+    numbers_ptr,  # [4, B, parts]: its score and logit; maximum of s, sum of exp(s - maximum)
     temperature,
     stride_b, B, V, per_part,
     BLOCK: tl.constexpr, GREEDY: tl.constexpr,
@@ -122,7 +128,7 @@ def _draw(
 
 @triton.jit
 def _join(
-    best_ptr, numbers_ptr,  # as above
+    best_ptr, numbers_ptr,  # as in _draw
     token_ptr,  # int64 [B]
     logp_ptr,  # [B]
     B, parts, PARTS: tl.constexpr,
@@ -137,7 +143,9 @@ def _join(
     token = tl.load(best_ptr + at, mask=live, other=0)
     high = tl.max(m, 0)
     lse = high + tl.log(tl.sum(total * tl.exp(m - high), 0))
-    winner = tl.min(tl.where(score == tl.max(score, 0), part, PARTS - 1), 0)  # lowest of equals
+    winner = tl.min(
+        tl.where(score == tl.max(score, 0), part, PARTS - 1), 0
+    )  # the first of equal scores
     tl.store(token_ptr + b, tl.sum(tl.where(part == winner, token, 0), 0).to(tl.int64))
     logit = tl.max(tl.where(part == winner, own, -float("inf")), 0)
     tl.store(logp_ptr + b, logit - lse)
@@ -145,13 +153,13 @@ def _join(
 
 @triton.jit
 def _better(high, top) -> tl.tensor:
-    """Of equal scores the earlier block keeps its token; NaN never wins."""
+    """Whether a block has a better token. Not with an equal score, and not with NaN."""
     return high > top
 
 
 @triton.jit
 def _words(key0, key1, position, start, BLOCK: tl.constexpr) -> tl.tensor:
-    """Noise words of entries start .. start + BLOCK - 1, uint32; start is even."""
+    """The noise words of tokens start .. start + BLOCK - 1, uint32; start is even."""
     pair = (start // 2 + tl.arange(0, BLOCK // 2)).to(tl.uint32)
     key2 = key0 ^ key1 ^ tl.full([], 0x1BD11BDA, tl.uint32)
     x0 = tl.zeros_like(pair) + (position + key0)
@@ -192,14 +200,14 @@ def _inject(x0, x1, key_a, key_b, block: tl.constexpr) -> tuple:
 
 @triton.jit
 def _uniform(words) -> tl.tensor:
-    """float32 in (0, 1), every step exact in 24 bits."""
+    """u as float32 in (0, 1); every step is exact in 24 bits."""
     return (words >> 9).to(tl.int32).to(tl.float32) * 2.0**-23 + 2.0**-24
 
 
 def programs(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
 ) -> Iterator[Program]:
-    """What gpu_compile compiles: 64 rows of Qwen3's vocabulary; nothing depends on the heads."""
+    """The programs that gpu_compile compiles: 64 rows of Qwen3's vocabulary, for any heads."""
     from kernels_triton.gpu_compile import Program
 
     tuning = tune_sample(64, 151_936)

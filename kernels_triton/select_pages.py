@@ -4,21 +4,27 @@
     chosen[b, k]   = {0, n - 2, n - 1} and the k_b best of 1 .. n - 3, ties to the lower page
     page_ids       = page_table[b, sorted(chosen)], then zeros
 
-Two launches, and between them one int32 per page: the score as an order-preserving integer.
+There are two launches. Between them lies one int32 per page, the key: the score as an integer in
+the same order.
 
-1. score, grid (K x B, blocks of pages): one program gathers the landmarks of `score` candidates of
-   one KV head ([score, H], in registers) and multiplies them with the mean query. It asks for
-   sizes, page ids and queries at once, so that two loads follow each other and not three. No
-   landmark is read for a row that takes all of its candidates or none, nor past its last candidate.
-   KV heads come first in the grid: the landmarks of a page lie side by side.
-2. list, grid (K x B): one program owns one row and KV head. The k-th largest key, bit by bit from
-   the top, by counting keys >= a threshold (no sort); it stops early where exactly k remain. Rows
-   of up to `count` pages are counted in registers (32 per thread), longer ones read their keys
-   again from cache for every bit. Then, per `list` pages, prefix sums give equal keys their rank,
-   so that they fill up from the lowest page, and chosen pages their place in the list.
+    landmarks --(1. score)--> keys [B, K, P] --(2. list)--> page_ids [B, K, J]
 
-Numerics: mean query, products and sums in float32. Zeros of both signs are equal. After that every
-step is one of integers: the list is a function of the scores alone.
+1. score, grid (K x B, blocks of pages): one program owns `score` pages of one KV head of one row.
+   It gathers their landmarks ([score, H], in registers) and multiplies them with the mean query.
+   Sizes, page ids and queries are loaded at once, so that only the landmarks wait for another load.
+   No landmark is read for a row that chooses all of its candidates or none, nor past its last
+   candidate. KV heads come first in the grid, since the landmarks of a page lie side by side.
+2. list, grid (K x B): one program owns one KV head of one row. It finds the k-th largest key bit by
+   bit from the highest, by counting the keys that reach a threshold (there is no sort), and stops
+   as soon as exactly k do. Rows of up to `count` pages are counted in registers (32 keys a thread);
+   longer rows read their keys again from cache for every bit. Then, `list` pages at a time, prefix
+   sums rank keys equal to the threshold, so that the lowest pages are chosen first, and give each
+   chosen page its place in the list.
+
+On chip: [score, H] landmarks; `count` keys and `list` pages; all in registers.
+
+Numerics: mean query, products and sums in float32; -0 equals 0. From the keys on all steps are on
+integers, so that the list is a function of the scores alone.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from kernels_triton.tuning import SelectTuning, tune_select
 if TYPE_CHECKING:
     from kernels_triton.gpu_compile import Program
 
-MIN_KEY = tl.constexpr(-(2**31))  # below the key of every number
+MIN_KEY = tl.constexpr(-(2**31))  # less than the key of any number
 NUM_RESERVED = tl.constexpr(3)
 
 
@@ -50,13 +56,14 @@ def select_pages(
     max_selected,
     tuning: SelectTuning | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Physical pages that each (sequence, KV head) reads: (page_ids_BKJ, count_B), both int32.
+    """The physical pages that each (sequence, KV head) reads: (page_ids_BKJ, count_B), both int32.
 
-    q_BNH: queries of one token per row. landmarks_LMKH: of any strides. num_pages_B: pages of the
-    row, with the part-filled one. k_B: budget of the row, at most max_selected - 3. J =
-    max_selected; unused entries are 0, the last used entry is the tail page; count = min(k + 3,
-    num_pages). Nothing waits for the device, and the grid depends on shapes only. ValueError for
-    shapes that do not belong together. Source: arXiv 2606.08446, section on sparse rollout.
+    q_BNH: the queries of one token per row. landmarks_LMKH: any strides except on the last axis.
+    num_pages_B: pages of the row, a partly filled last page included. k_B: budget of the row, at
+    most max_selected - 3. J = max_selected; the last used entry is the row's last page, unused
+    entries are 0, and count = min(k + 3, num_pages). The grid depends on shapes only, so that the
+    launches need no host sync. Raises ValueError for shapes that do not fit. Source: arXiv
+    2606.08446, section 2.
     """
     _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected)
     B, N, H = q_BNH.shape
@@ -121,7 +128,7 @@ def _score(
     k, b = (tl.program_id(0) % K).to(tl.int64), (tl.program_id(0) // K).to(tl.int64)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     r, h = tl.arange(0, R_PAD), tl.arange(0, H)
-    # Sizes, page ids and queries are on their way together; landmarks alone wait for a load.
+    # Sizes, page ids and queries are loaded at once; only the landmarks wait for another load.
     ids = tl.load(table_ptr + b * stride_tb + page, mask=page < P, other=0)
     at = q_ptr + b * stride_qb + (k * R + r)[:, None] * stride_qn + h[None, :]
     queries = tl.load(at, mask=(r < R)[:, None], other=0.0)
@@ -139,7 +146,7 @@ def _score(
 
 @triton.jit
 def _row(num_pages_ptr, k_ptr, b, P) -> tuple:
-    """Pages of the row, and how many of its candidates it takes."""
+    """The number of pages of the row, and the number of candidates that it chooses."""
     n = tl.minimum(tl.load(num_pages_ptr + b), P).to(tl.int32)
     taken = tl.minimum(tl.load(k_ptr + b), tl.maximum(n - NUM_RESERVED, 0)).to(tl.int32)
     return n, tl.maximum(taken, 0)
@@ -157,7 +164,7 @@ def _is_candidate(page, n) -> tl.tensor:
 
 @triton.jit
 def _ordered(score) -> tl.tensor:
-    """Integers in the order of the numbers; -0 as 0."""
+    """int32 in the order of the float32 scores; -0 equals 0."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -185,7 +192,7 @@ def _list(
     ids_ptr += row * J
     table_ptr += b * stride_tb
     searched = _searched(n, taken)
-    end = tl.where(searched, n - 2, 0)  # of the keys that are read
+    end = tl.where(searched, n - 2, 0)  # keys from here on are not read
 
     threshold, room = MIN_KEY, taken
     if searched:
@@ -194,7 +201,9 @@ def _list(
         )
         bit = 31
         while bit >= 0:
-            trial = threshold ^ (1 << bit)  # from the lowest number: its sign bit is cleared first
+            trial = threshold ^ (
+                1 << bit
+            )  # the threshold starts at MIN_KEY: clear its sign bit first
             found = _count(keys_ptr, keys, trial, end, COUNT, WHOLE)
             threshold = tl.where(found >= taken, trial, threshold)
             bit = tl.where(found == taken, -1, bit - 1)
@@ -221,7 +230,7 @@ def _list(
 
 @triton.jit
 def _count(keys_ptr, keys, trial, end, COUNT: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
-    """How many keys are at least `trial`: of those in registers, or of all in memory."""
+    """The number of keys >= trial, of the keys in registers and, unless WHOLE, in memory."""
     found = tl.sum((keys >= trial).to(tl.int32), 0)
     if not WHOLE:
         for first in range(COUNT, end, COUNT):
@@ -234,7 +243,7 @@ def _count(keys_ptr, keys, trial, end, COUNT: tl.constexpr, WHOLE: tl.constexpr)
 def programs(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
 ) -> Iterator[Program]:
-    """What gpu_compile compiles: rows of 2,560, 8,192 and 16,384 pages (40K, 128K, 256K tokens)."""
+    """The programs that gpu_compile compiles: rows of 40K, 128K and 256K tokens (pages of 16)."""
     from kernels_triton.gpu_compile import Program
 
     group = num_heads // num_kv_heads

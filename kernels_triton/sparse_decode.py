@@ -4,29 +4,39 @@
     lse = log(sum(exp(q k^T / sqrt(H))))    query t sees the first min(start + t + 1, length)
 
 Grid (K x B x blocks of queries, splits): one program owns one KV head of one row, X of its T x R
-queries (all of them up to 64, padded to 16 for the matrix unit), and one share of the row's tokens.
-It walks them in tiles of `tile` tokens, gathered page by page, one step of the online softmax each.
-The number of splits follows from the shapes alone; how far a split walks, from the row's length on
-the device: a row has max(ceil(tiles / splits), least) tiles per split, so that a short row occupies
-few programs and the rest end at once. KV heads come first in the grid: in layouts where the heads
-of a token lie side by side they are read together. All that grows with the rows is on the first
-axis: CUDA takes 65,535 on the others.
+queries (up to 64 of them, padded to 16 for the matrix unit), and one share of the row's tokens. It
+loops over tiles of `tile` tokens, which it gathers page by page; a tile is one step of the online
+softmax. The number of splits depends on shapes only. The share of a split follows from the row's
+length on the device, max(ceil(tiles / splits), least) tiles, so that a short row occupies few
+programs and the others end at once. With 4 splits and least = 2:
 
-With one split the program writes the result. Else each writes its normalised output and its
-log-sum-exp in float32, and a second launch, grid (B T, N), weighs the outputs of the splits by
-exp(lse - max lse): 4 (H + 1) bytes per split and query, written and read once.
+    row of 12 tiles   | split 0: 3 tiles | split 1: 3 tiles | split 2: 3 tiles | split 3: 3 tiles |
+    row of 3 tiles    | split 0: 2 | split 1: 1 |             splits 2 and 3 have nothing to do
+                               |           |
+                        (out, lse)   (out, lse)               float32, one per split and query
+                               |___________|
+                                     |
+                 out = sum_s w_s out_s / sum_s w_s,           w_s = exp(lse_s - max lse)
+
+With one split the program writes the result. Otherwise a second launch, grid (B T, N), joins the
+splits as above: 4 (H + 1) bytes per split and query are written and read once.
+
+KV heads come first in the grid, so that in layouts with the heads of a token side by side they are
+read at about the same time. Everything that grows with the batch is on the first axis, since the
+other axes of a CUDA grid take at most 65,535.
 
 On chip: num_stages - 1 tiles of keys and values in shared memory, 4 tile H bytes each in bfloat16
 (32 KiB at tile 64, H = 128); q, output and state of X queries in registers.
 
-Numerics: products take bfloat16 or float16 if the queries are that and the cache is that or float8
-(which is exact in both), else float32 (IEEE); they sum in float32, as do softmax and state. Powers
-of 2, with log2(e) in the scale, which multiplies the float32 scores and not the queries. Weights
-are rounded to the products' type for the second product; the denominator sums them unrounded.
-Values past the end are read as 0, since 0 x NaN is NaN. Offsets into the pool have 64 bits.
+Numerics: products take the queries' type if it is bfloat16 or float16 and the cache has that type
+or float8 (which is exact in both), else float32 without TF32. Products, softmax and state
+accumulate in float32. The softmax uses powers of 2: a factor log2(e) is part of the scale, which
+multiplies the float32 scores and not the queries. Weights are rounded to the products' type for the
+second product; the denominator sums them unrounded. Values past the end are read as 0, since
+0 x NaN is NaN. Offsets into the pool have 64 bits.
 
-The page ids of a tile are loaded one step ahead: loads that depend on a load of the same step would
-not be put into more than one buffer by Triton's pipeliner.
+The page ids of a tile are loaded one step ahead, because Triton's pipeliner does not buffer loads
+that depend on a load of the same step.
 """
 
 from __future__ import annotations
@@ -60,16 +70,16 @@ def sparse_decode(
     page_scales_LKM=None,
     tuning: DecodeTuning | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of T query tokens per row over the listed pages: (out_BTNH, lse_BTN in float32).
+    """Attention of T query tokens per row over listed pages: (out_BTNH, lse_BTN in float32).
 
-    kv_pages_LKMxCH: [L, K, M, 2, C, H] of any strides. page_ids: int [B, K, J] selected pages, or
-    [B, P] the page table itself (dense decode; no list is made). length_B: listed tokens, (count -
-    1) * C + tokens in the tail page; start_B: those of them that come before the first query. Query
-    t sees the first min(start + t + 1, length): new tokens attend causally to each other. Rows of
-    length 0 give 0 and LSE = -inf. page_scales_LKM: float32 [L, K, M, 2], what the stored keys and
-    values of each page are multiplied by (None = 1). Nothing waits for
-    the device, and the grid depends on shapes only. ValueError for shapes that do not
-    belong together. Source: arXiv 2606.08446, section on sparse rollout; splits: flash-decoding.
+    kv_pages_LKMxCH: [L, K, M, 2, C, H], any strides except on the last axis. page_ids: [B, K, J],
+    selected pages, or [B, P], the page table itself (dense decode, for which no list is made).
+    length_B: tokens of the listed pages, (count - 1) C + tokens in the last page; start_B: those
+    before the first query. Query t reads the first min(start + t + 1, length), so that new tokens
+    attend causally to each other. Rows of length 0 give 0 and lse = -inf. page_scales_LKM: float32
+    [L, K, M, 2], factors of the stored keys and values of each page (None = 1). The grid depends on
+    shapes only, so that the launches need no host sync. Raises ValueError for shapes that do not
+    fit. Sources: arXiv 2606.08446, section 2; the splits are those of Flash-Decoding.
     """
     B, T, N, H = q_BTNH.shape
     _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM)
@@ -107,7 +117,7 @@ def sparse_decode(
 
 
 def join_splits(part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN) -> None:
-    """Into out_BTNH and lse_BTN: the outputs of splits, weighed by exp(lse - max lse)."""
+    """Write the joined outputs of the splits into out_BTNH and lse_BTN."""
     splits, B, T, N, H = part_SBTNH.shape
     _combine[(B * T, N)](
         part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
@@ -139,28 +149,28 @@ def _check(q_BTNH, kv_pages_LKMxCH, page_ids, start_B, length_B, page_scales_LKM
 
 
 def processors(x) -> int:
-    """Streaming multiprocessors of the tensor's GPU; without one, of an H100."""
+    """Streaming multiprocessors of the tensor's GPU; those of an H100 for a CPU tensor."""
     if not x.is_cuda:
         return PROCESSORS
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def _readable(kv) -> torch.Tensor:
-    """The cache, as bytes if it is float8 and there is no conversion."""
+    """The cache, viewed as bytes if it is float8 and Triton cannot convert that on this device."""
     if kv.dtype == torch.float8_e4m3fn and not _converts_float8(kv):
         return kv.view(torch.uint8)
     return kv
 
 
 def _converts_float8(x) -> bool:
-    """Whether Triton can read float8 e4m3 there: NVIDIA, 8.9 and newer."""
+    """Whether Triton converts float8 e4m3 on the tensor's device: NVIDIA, from 8.9 on."""
     if not x.is_cuda or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def _product_type(q, kv) -> tl.dtype:
-    """The type both products take: exact for the cache, and for the queries."""
+    """The type of both products, in which queries and cache are exact."""
     halves = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if q.dtype in halves and (kv.dtype == q.dtype or kv.element_size() == 1):
         return halves[q.dtype]
@@ -236,23 +246,23 @@ def _attend(
         m = m_new
         token += TILE
 
-    # A NaN is unequal to 0: it is passed on and not taken for an empty share.
-    seen = denom != 0
-    safe = tl.where(seen, denom, 1.0)
-    lse = tl.where(seen, (m + tl.log2(safe)) * 0.6931471805599453, -float("inf"))
+    # NaN differs from 0, so that it is passed on and not mistaken for an empty share.
+    nonempty = denom != 0
+    safe = tl.where(nonempty, denom, 1.0)
+    lse = tl.where(nonempty, (m + tl.log2(safe)) * 0.6931471805599453, -float("inf"))
     line = (split.to(tl.int64) * num_rows + b) * T
     tl.store(lse_ptr + (line + t) * (K * R) + n, lse, mask=t < T)
     out_ptr += split.to(tl.int64) * stride_os + row * stride_ob
     out_ptr += t[:, None] * stride_ot + n[:, None] * stride_on + h[None, :]
     wanted = t < T
     if PARTS:
-        wanted &= seen  # _combine reads no output of an empty share
+        wanted &= nonempty  # _combine reads no output of an empty share
     tl.store(out_ptr, (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=wanted[:, None])
 
 
 @triton.jit
 def _share(tiles, split, splits, LEAST: tl.constexpr) -> tuple:
-    """First tile of a split, and the one after its last."""
+    """The first tile of a split, and the tile after its last one."""
     share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
     return split * share, tl.minimum(split * share + share, tiles)
 
@@ -264,7 +274,7 @@ def _entry(token, C: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _number(x, DOT: tl.constexpr) -> tl.tensor:
-    """In the products' type; bytes are float8."""
+    """x in the products' type; bytes stand for float8."""
     if x.dtype == tl.uint8:
         return float8.decode(x).to(DOT)
     return x.to(DOT)
@@ -311,10 +321,10 @@ def _weight(lse, top) -> tl.tensor:
 def programs(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
 ) -> Iterator[Program]:
-    """What gpu_compile compiles: one and four tokens per row, and the sum over splits.
+    """The programs that gpu_compile compiles: one and four tokens per row; joining the splits.
 
-    dtype: of the cache, as in a Triton signature; queries are bf16 where it is float8, which is
-    fp8e4nv where the architecture converts it (see _converts_float8) and u8 elsewhere.
+    dtype: type of the cache in a Triton signature. For a float8 cache it is fp8e4nv where the
+    architecture converts float8 (see _converts_float8), else u8, and queries are bf16.
     """
     from kernels_triton.gpu_compile import Program
 

@@ -1,4 +1,4 @@
-"""Log-prob and entropy of tokens, and the acceptance overlap, straight from hidden states and head.
+"""Log-prob and entropy of tokens, and the acceptance rate, from hidden states and head, on GPU.
 
     s_xv    = (hidden_x . head_v) / temperature         blocks [x, v], never all of [X, V]
     logp_x  = s_x,(token x) - lse_x,    lse_x = log sum_v exp s_xv
@@ -6,23 +6,32 @@
     alpha_x = sum_v min(p_dense_xv, p_sparse_xv)
     ds_xv   = dlogp_x (1[v = token_x] - p_xv) - dH_x p_xv (log p_xv + H_x)    (backward)
 
-Grid (X / x, parts of the vocabulary): a program owns x tokens and walks its part in blocks of v
-rows of the head, and each block in steps of d columns, with running maximum, sum of e^z, sum of
-z e^z and the token's own logit. Programs of one part follow one another, so that they read the same
-rows of the head at about the same time (L2). The parts fill the card when there are few tokens; a
-second kernel joins them. The overlap needs both normalisers first, hence a second pass.
+Grid (X / x, parts of the vocabulary): one program owns x tokens and one part of the vocabulary. It
+loops over blocks of v rows of the head, and within a block over d columns at a time. It keeps the
+running maximum, sum of e^z, sum of z e^z (z = s - max) and the logit of the token, which a second
+kernel joins over the parts:
+
+                  part 0 of the head    part 1
+    tokens 0..x   | v | v | v |         | v | v | v |    --> 4 numbers per token and part
+    tokens x..2x  | v | v | v |         | v | v | v |    --> joined to logp, entropy, lse
+
+The programs of one part are consecutive, so that they read the same rows of the head from L2 at
+about the same time. Parts occupy the card if there are few tokens. The overlap needs both
+normalisers first, and therefore a second pass.
 
 Backward, in chunks of the vocabulary: Triton recomputes the logits and writes ds [X, chunk] in the
-type of the head, at most CHUNK_BYTES; torch.matmul makes dhead[chunk] = ds^T hidden, complete, and
-adds ds head[chunk] to dhidden, a float32 sum. One kernel for it all does not fit on chip: sums
-[x, D] of 64 tokens take 0.5 MiB at D = 2,048 (an SM has 256 KiB of registers), and owning only a
-slice of D would recompute the logits once per slice.
+type of the head, at most CHUNK_BYTES. torch.matmul then computes dhead[chunk] = ds^T hidden and
+adds ds head[chunk] to the float32 sum dhidden. A single kernel would not fit on chip: sums [x, D]
+of 64 tokens take 0.5 MiB at D = 2,048, and an SM has 256 KiB of registers; a program for a slice of
+D would have to recompute the logits for each slice.
 
-On chip per program: num_stages (x + v) d a bytes of shared memory for inputs of a bytes, x v
-float32 logits in registers (twice that in the overlap).
-Numerics: float32 logits and statistics, powers of 2 (log2 e is part of the scale); float32 inputs
-multiply exactly; ds is rounded to the inputs' type before it multiplies, and each chunk's product
-for dhidden once. float16 gradients below 6e-8 vanish: scale the loss.
+On chip per program: num_stages (x + v) d a bytes of shared memory for inputs of a bytes a number;
+x v float32 logits in registers, twice that in the overlap.
+
+Numerics: float32 logits and statistics, in powers of 2 (log2 e is part of the scale). float32
+inputs multiply at full precision. ds is rounded to the inputs' type before it multiplies, and the
+product of each chunk for dhidden is rounded once. float16 gradients below 6e-8 become 0; scale the
+loss to avoid it.
 """
 
 from __future__ import annotations
@@ -49,10 +58,10 @@ CHUNK_BYTES = 2**26
 def token_logprob(
     hidden_XD, head_VD, token_X, *, temperature=1.0, tuning=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As reference.token_logprob: (log-prob of each token, entropy) in float32, in nats.
+    """(log-prob of each token, entropy) in float32 and nats, as reference.token_logprob.
 
-    Differentiable in hidden_XD and head_VD; the temperature (a number or a tensor of one) is a
-    constant. tuning: a HeadTuning. ValueError for shapes or types that do not belong together.
+    Differentiable in hidden_XD and head_VD; the temperature, a number or a tensor of one number, is
+    a constant. tuning: a HeadTuning. Raises ValueError for shapes or types that do not fit.
     """
     _check(head_VD, token_X, hidden_XD)
     tuning = tuning or _tuning(hidden_XD, head_VD)
@@ -66,9 +75,9 @@ def token_logprob(
 def acceptance_overlap(
     hidden_dense_XD, hidden_sparse_XD, head_VD, token_X, *, temperature=1.0, tuning=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As reference.acceptance_overlap: (alpha, log p_sparse of each token). No gradient.
+    """(alpha, log p_sparse of each token), as reference.acceptance_overlap; no gradient.
 
-    Both normalisers come from one pass over dense and sparse tokens together.
+    A first pass over dense and sparse hidden states together gives both normalisers.
     """
     _check(head_VD, token_X, hidden_dense_XD, hidden_sparse_XD)
     X = len(token_X)
@@ -82,7 +91,7 @@ def acceptance_overlap(
 def programs(
     dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, page: int
 ) -> Iterator[Program]:
-    """Every kernel for inputs of a type (bf16, fp16, fp32); nothing here depends on the heads."""
+    """The programs that gpu_compile compiles, for any heads. dtype: bf16, fp16 or fp32."""
     from kernels_triton.gpu_compile import Program
 
     tuning = tune_head(4 if dtype == "fp32" else 2, 8192, 151_936)
@@ -119,7 +128,7 @@ def _check(head_VD, token_X, *hidden) -> None:
 
 
 def _tuning(hidden_XD, head_VD) -> HeadTuning:
-    """Of the shapes and the device alone."""
+    """The block sizes for these shapes on the device of the tensors."""
     shape = hidden_XD.element_size(), len(hidden_XD), len(head_VD)
     if not hidden_XD.is_cuda:
         return tune_head(*shape)
@@ -128,12 +137,12 @@ def _tuning(hidden_XD, head_VD) -> HeadTuning:
 
 
 def _rows(x_XD) -> torch.Tensor:
-    """Kernels take any distance of rows; the numbers of a row must follow one another."""
+    """x, or a copy in which the numbers of a row are contiguous, as the kernels need."""
     return x_XD if x_XD.stride(1) == 1 else x_XD.contiguous()
 
 
 def _scale(temperature, like) -> torch.Tensor:
-    """1 / temperature, float32 [1] on the device: no synchronisation, no new program per value."""
+    """1 / temperature as float32 [1] on the device; needs no host sync and no recompilation."""
     if isinstance(temperature, torch.Tensor):
         return temperature.detach().to(like.device, torch.float32).reshape(1).reciprocal()
     return torch.full((1,), 1 / temperature, device=like.device)
@@ -176,7 +185,7 @@ def _forward(hidden_XD, head_VD, token_X, scale, tuning) -> tuple[torch.Tensor, 
 
 
 def _overlap(both_XD, head_VD, lse_2X, scale, tuning) -> torch.Tensor:
-    """alpha [X] from the dense, then the sparse tokens."""
+    """alpha [X] from hidden states [2 X, D], dense and then sparse."""
     X, D, V = len(both_XD) // 2, both_XD.shape[1], len(head_VD)
     per_part, num_parts = _parts(V, tuning)
     parts = torch.empty((num_parts, X), device=head_VD.device)
@@ -190,7 +199,7 @@ def _overlap(both_XD, head_VD, lse_2X, scale, tuning) -> torch.Tensor:
 def _gradients(
     hidden_XD, head_VD, scale, rows, tuning, of_hidden, of_head
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dhidden and dhead in their types, None where not needed."""
+    """The gradients of hidden states and head in their types, None where not needed."""
     (X, D), V = hidden_XD.shape, len(head_VD)
     chunk = CHUNK_BYTES // (X * hidden_XD.element_size()) // tuning.vocabulary
     chunk = max(1, chunk) * tuning.vocabulary
@@ -212,7 +221,7 @@ def _gradients(
 
 
 def _parts(V, tuning) -> tuple[int, int]:
-    """Blocks of the vocabulary in a part, and parts, none of them empty."""
+    """(blocks of the vocabulary per part, number of parts); no part is empty."""
     num_blocks = triton.cdiv(V, tuning.vocabulary)
     per_part = triton.cdiv(num_blocks, min(tuning.parts, num_blocks))
     return per_part, triton.cdiv(num_blocks, per_part)
@@ -229,7 +238,7 @@ def _forward_kernel(
     head,  # [V, D]
     token,  # [X]
     scale,  # [1]: 1 / temperature
-    parts,  # [4, parts, X]: maximum and token's logit (base 2), sum e^z, sum z e^z of a part
+    parts,  # [4, parts, X]: maximum and logit of the token, times log2 e; sum e^z; sum z e^z
     X, V, D, s_hidden, s_head, per_part,
     x: tl.constexpr, v: tl.constexpr, d: tl.constexpr, EVEN: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -262,7 +271,7 @@ def _forward_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts,  # [4, parts, X], as above
+    parts,  # [4, parts, X], as in _forward_kernel
     out,  # [3, X]: log-prob, entropy, log-sum-exp
     num_parts, X, p: tl.constexpr, x: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -272,7 +281,7 @@ def _combine_kernel(
     stride = tl.cast(num_parts, tl.int64) * X
     m_px = tl.load(parts, mask=live, other=NEG)
     picked_x = tl.sum(tl.load(parts + stride, mask=live, other=0.0), 0)
-    denom_px = tl.load(parts + 2 * stride, mask=live, other=1.0)  # without weight: m is NEG there
+    denom_px = tl.load(parts + 2 * stride, mask=live, other=1.0)  # of weight 0, since m is NEG
     moment_px = tl.load(parts + 3 * stride, mask=live, other=0.0)
     m_x = tl.max(m_px, 0)
     keep, shift = _rescale(m_px, m_x[None, :])
@@ -304,7 +313,7 @@ def _overlap_kernel(
         vocab_v = _vocab(j * v, v)
         a = _logits(hidden, head, row_x, vocab_v, X, V, D, s_hidden, s_head, x, v, d, EVEN)
         b = _logits(sparse, head, row_x, vocab_v, X, V, D, s_hidden, s_head, x, v, d, EVEN)
-        # The smaller log has the smaller p.
+        # min(p) = exp(min(log p))
         p = tl.exp2(tl.minimum(a * scale2 - lse_dense[:, None], b * scale2 - lse_sparse[:, None]))
         alpha_x += tl.sum(tl.where(vocab_v[None, :] < V, p, 0.0), 1)
     tl.store(parts + part.to(tl.int64) * X + row_x, alpha_x, mask=row_x < X)
@@ -363,19 +372,19 @@ def _logits(
 
 @triton.jit
 def _vocab(first, v: tl.constexpr) -> tl.tensor:
-    """Token ids first, first + 1, ... of a block."""
+    """Token ids first, first + 1, ... of the rows of a block of the head."""
     return first + tl.arange(0, v)
 
 
 @triton.jit
 def _rescale(m, m_new) -> tuple:
-    """Factor of the old sums, and what their z gains."""
+    """For a new maximum: the factor of the old sums, and what to add to their z."""
     return tl.exp2(m - m_new), m - m_new
 
 
 @triton.jit
 def _d_logits(logp, own, entropy_x, d_logp_x, d_entropy_x) -> tl.tensor:
-    """Gradient of the logits over the temperature, [x, v]."""
+    """The gradient of s = logits / temperature, [x, v]."""
     d = tl.where(own, d_logp_x[:, None], 0.0)
     inner = d_logp_x[:, None] + d_entropy_x[:, None] * (logp + entropy_x[:, None])
     return d - tl.exp2(logp * LOG2E) * inner

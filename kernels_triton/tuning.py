@@ -1,6 +1,7 @@
-"""Block sizes of the kernels by type and shape: from what compiles and from bytes in flight.
+"""Block sizes of the kernels by type and shape.
 
-Nothing here was measured on a card. Sizes change the speed and not the result.
+They follow from what compiles without spilled registers and from the bytes that must be in flight,
+not from measurements on a card. They change the speed, not the result.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PROCESSORS = 132
-"""Streaming multiprocessors of a device that is not asked (an H100 has 132)."""
+"""Streaming multiprocessors to assume for an unknown device: those of an H100."""
 
 
 class DecodeTuning(NamedTuple):
-    """sparse_decode.
+    """Sizes of sparse_decode.
 
-    tile: tokens of one step of the softmax, a power of 2 of at least 16. splits: programs that
-    share a row, at most 64. least: tiles of a split, so that a short row is shared by fewer.
+    tile: tokens of one step of the softmax, a power of 2 of at least 16.
+    splits: programs that share a row, at most 64.
+    least: the fewest tiles of a split that is not empty, so that few programs share a short row.
     """
 
     tile: int
@@ -26,11 +28,12 @@ class DecodeTuning(NamedTuple):
 
 
 class SelectTuning(NamedTuple):
-    """select_pages: powers of 2.
+    """Sizes of select_pages, powers of 2.
 
-    score: pages that one program scores. count: scores that the search for the threshold holds at
-    once; with at least as many as the row has pages they stay in registers. list: pages whose
-    ranks are found together.
+    score: pages that one program scores.
+    count: scores that the search for the threshold holds in registers; if a row has more pages,
+        the others are read again for every bit.
+    list: pages that are ranked together.
     """
 
     score: int
@@ -42,13 +45,13 @@ class SelectTuning(NamedTuple):
 def tune_decode(
     itemsize: int, head_dim: int, programs: int, tokens: int, processors: int = PROCESSORS
 ) -> DecodeTuning:
-    """Tiles of 8,192 numbers, and four programs per multiprocessor where the lists are long enough.
+    """Tiles of 8,192 numbers, and four programs per multiprocessor if the lists are long enough.
 
-    itemsize: bytes of a number of the cache, 4 where products are float32; programs: rows x KV
-    heads; tokens: width of a list.
-    Little's law: 4.8 TB/s x 0.8 us = 30 KiB per multiprocessor: one tile of bfloat16 in flight, of
-    keys and values, in one of the two or three programs that fit. float32 spills registers in
-    larger blocks. Shares of fewer than four tiles are not worth their partial results.
+    itemsize: bytes of a number of the cache, or 4 if products are float32. programs: rows x KV
+    heads. tokens: width of a list. By Little's law 4.8 TB/s x 0.8 us = 30 KiB must be in flight per
+    multiprocessor. That is one tile of bfloat16 keys and values in one of the two or three programs
+    that fit. In float32 larger tiles spill registers. A split has at least four tiles of the widest
+    list, since shorter ones cost more in partial results than they gain.
     """
     tile = max(16, min(128, (2**11 if itemsize == 4 else 2**13) // head_dim))
     splits = min(-(-4 * processors // max(programs, 1)), tokens // (4 * tile), 64)
@@ -62,16 +65,16 @@ def tune_decode(
 
 
 def tune_select(num_pages: int) -> SelectTuning:
-    """64 landmarks (16 KiB of bfloat16) per program; up to 8,192 scores in registers, 32 each."""
+    """64 landmarks (16 KiB of bfloat16) per program; up to 8,192 scores in registers."""
     whole = max(128, 1 << (num_pages - 1).bit_length())
     count = whole if whole <= 8192 else 4096
     return SelectTuning(64, count, min(count, 1024), num_warps=8 if count > 2048 else 4)
 
 
 class HeadTuning(NamedTuple):
-    """token_logprob: rows in a block of tokens and of the vocabulary, columns of one product.
+    """Sizes of token_logprob: rows in a block of tokens and of the head, columns of one product.
 
-    parts: into which the vocabulary is cut, each walked by programs of its own.
+    parts: parts of the vocabulary, each with programs of its own.
     """
 
     tokens: int
@@ -85,9 +88,9 @@ class HeadTuning(NamedTuple):
 def tune_head(
     itemsize: int, num_tokens: int, vocabulary: int, processors: int = PROCESSORS
 ) -> HeadTuning:
-    """128 x 128 logits a program, 64 x 64 in float32 (no tensor cores), two programs a processor.
+    """128 x 128 logits per program, 64 x 64 in float32, and two programs per multiprocessor.
 
-    Few tokens make smaller blocks of them, and more parts of the vocabulary instead.
+    With few tokens their blocks are smaller and the vocabulary has more parts.
     """
     rows, words, columns, num_stages = (64, 64, 32, 2) if itemsize == 4 else (128, 128, 64, 3)
     tokens = max(16, min(rows, 1 << (num_tokens - 1).bit_length()))
@@ -97,7 +100,7 @@ def tune_head(
 
 
 class PrefillBlocks(NamedTuple):
-    """One kernel of flash_prefill: tokens in a block of queries and of keys, powers of 2."""
+    """Sizes of one kernel of flash_prefill: tokens in a block of queries and of keys."""
 
     queries: int
     keys: int
@@ -106,7 +109,7 @@ class PrefillBlocks(NamedTuple):
 
 
 class PrefillTuning(NamedTuple):
-    """flash_prefill: blocks of the forward pass, and of dq, dk and dv."""
+    """Sizes of flash_prefill: of the forward pass, and of dq, dk and dv."""
 
     forward: PrefillBlocks
     query_gradient: PrefillBlocks
@@ -115,10 +118,10 @@ class PrefillTuning(NamedTuple):
 
 
 def tune_prefill(itemsize: int, head_dim: int, page: int) -> PrefillTuning:
-    """128 queries by 64 keys forward; what a program of dq, dk or dv owns is 64 or 128 tokens.
+    """128 queries by 64 keys forward; 64 queries or 128 keys that a backward program owns.
 
-    Smaller in float32 (no tensor cores), and no more keys than the 32 pages of a word; page 0 is
-    dense.
+    Blocks are smaller in float32, which has no tensor cores. page: tokens of a page in a replay,
+    where a block has at most the keys of 32 pages; 0 = dense.
     """
     keys = 32 * (page & -page) if page else 128
     if itemsize == 4:
@@ -129,7 +132,7 @@ def tune_prefill(itemsize: int, head_dim: int, page: int) -> PrefillTuning:
 
 
 class SampleTuning(NamedTuple):
-    """sample_tokens: entries in a block, a power of 2; parts: of the vocabulary, at most 64."""
+    """Sizes of sample_tokens: logits in a block, a power of 2; parts of a row, at most 64."""
 
     block: int
     parts: int
@@ -137,7 +140,7 @@ class SampleTuning(NamedTuple):
 
 
 def tune_sample(rows: int, vocabulary: int, processors: int = PROCESSORS) -> SampleTuning:
-    """Eight entries a thread; eight programs a processor, which hide the latency of Threefry."""
+    """Eight logits per thread; eight programs per multiprocessor hide Threefry's latency."""
     block = 1024
     wanted = -(-8 * processors // max(rows, 1))
     return SampleTuning(block, max(1, min(64, wanted, -(-vocabulary // block))), num_warps=4)
