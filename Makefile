@@ -150,12 +150,12 @@ crosscheck-vllm: $(VLLM_VENV)/.ready ## the same with vLLM's CPU build beside th
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode
 
-tpu-compile: $(VENV)/.test ## every kernel and whole programs, compiled for four TPU generations without a TPU
+tpu-compile: $(VENV)/.test ## compile every kernel and whole programs for four TPU generations, without a TPU; renew the tables of README files
 	@mkdir -p runs
 	$(BIN)/python -m kernels_pallas.tpu_compile --out=runs/tpu-kernels.json --table=kernels_pallas/README.md
 	$(BIN)/python -m sparrow_jax.tpu_programs --out=runs/tpu-programs.json --table=sparrow_jax/README.md
 
-gpu-compile: $(VENV)/.test ## every Triton kernel, compiled for four GPU architectures without a GPU
+gpu-compile: $(VENV)/.test ## compile every Triton kernel for four GPU architectures, without a GPU; renew the table of its README
 	@mkdir -p runs
 	$(BIN)/python -m kernels_triton.gpu_compile --out=runs/gpu-kernels.json --table=kernels_triton/README.md
 
