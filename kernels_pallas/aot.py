@@ -51,7 +51,7 @@ class Compiled:
         except on TPU7x and where the kernel sets a limit: then it is the limit.
     smem: scalars copied in for the call and for one program of the grid.
     hbm_temporaries: what XLA allocates beside arguments and results.
-    aliased: arguments in whose memory results are written.
+    aliased: bytes of arguments that results overwrite in place.
     largest_copy: the largest array that is only copied, possibly into another layout.
     bundles: instruction bundles of the largest loop inside the loop over the grid.
     straight: the longest stretch of such a loop without a branch.

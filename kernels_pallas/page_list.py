@@ -1,7 +1,7 @@
 """An exact top-k without a sort: steps 2 and 3 of select_pages, from scores to the list of pages.
 
     threshold = max {t: at least k keys are >= t}
-    chosen    = keys > threshold, and of keys = threshold as many as are missing, lowest page first
+    chosen    = keys > threshold, and of keys = threshold the lowest pages until k are chosen
     list[j]   = the chosen page with j chosen pages before it
 
 Keys are scores as order-preserving int32, [blocks of 128 pages, rows of heads, 128 lanes]; a page

@@ -24,7 +24,7 @@ BITS = 32
 
 
 def word_span(keys: int, page: int) -> int:
-    """Keys of the pages that share one word, in blocks of so many keys."""
+    """The number of keys in the pages of one word, for blocks of `keys` keys."""
     return min(BITS * page, keys)
 
 

@@ -30,7 +30,7 @@ EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 
 
 def interpreted(f, mode=ON_WAIT, *, static=(), **options):
-    """A kernel as the checks below call it, run without a TPU; a race is a failure."""
+    """A kernel as the checks below call it, interpreted on a CPU; a race makes the check fail."""
     call = functools.partial(f, interpret=mode, **options)
     call = jax.jit(call, static_argnames=static, compiler_options=QUICK)
 
@@ -44,13 +44,13 @@ def interpreted(f, mode=ON_WAIT, *, static=(), **options):
 
 
 def assert_no_race():
-    """Of the last call; only EAGER looks for races."""
+    """Fail if the last call had a race, which only EAGER detects."""
     assert interpreter.races is None or not interpreter.races.races_found, "race"
 
 
 @dataclasses.dataclass
 class Paged:
-    """A pool with one sequence per row: its keys and values [S, K, H], and where they lie."""
+    """A paged pool with one sequence per row, and each sequence's keys and values [S, K, H]."""
 
     kv_pages: np.ndarray
     landmarks: np.ndarray
@@ -80,7 +80,7 @@ def empty_pool(num_rows, width, *, kv_heads, head_dim, page_size, seed=0):
 
 
 def fill_row(kv, landmarks, pages, keys, values):
-    """Write one sequence into its pages, and the landmarks of those that are complete."""
+    """Write one sequence into its pages, and the landmarks of its complete pages."""
     page_size = kv.shape[4]
     for t in range(len(keys)):
         page, slot = pages[t // page_size], t % page_size
@@ -109,7 +109,7 @@ def make_paged(lengths, *, kv_heads=2, head_dim=8, page_size=4, equal=False, see
 
 
 def random_queries(case: Paged, num_tokens, ratio, seed=1):
-    """[B, T, N, H], normal."""
+    """Normal queries [B, T, N, H]."""
     _, K, _, _, _, H = case.kv_pages.shape
     shape = (len(case.length_B), num_tokens, K * ratio, H)
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -120,7 +120,7 @@ def close(got, want, what=""):
 
 
 def logical_pages(case: Paged, q_BNH, k_B):
-    """Per row, the oracle's [K, J] (J = 0 for an empty row)."""
+    """The logical pages that the oracle selects, [K, J] per row (J = 0 for an empty row)."""
     K = case.kv_pages.shape[1]
     return [
         oracles.select_pages(q_BNH[b], case.keys[b], k=int(k_B[b]), page_size=case.page_size)
@@ -131,7 +131,7 @@ def logical_pages(case: Paged, q_BNH, k_B):
 
 
 def check_select(select, case: Paged, q_BNH, k_B, max_selected):
-    """Page ids and counts, exactly."""
+    """Compare page ids and counts exactly."""
     k_B = np.asarray(k_B, np.int32)
     ids, count = select(
         q_BNH, case.landmarks, LAYER, case.table_BP, case.num_pages_B, k_B,
@@ -181,7 +181,7 @@ def check_decode(decode, case: Paged, q_BTNH, num_new_B, k_B=None, max_selected=
 
 
 def scaled_pages(case: Paged, seed=5):
-    """Random scales [L, K, M, 2] of keys and values by page, and both as they then count."""
+    """Random scales [L, K, M, 2] of pages, and the case with scaled keys and values."""
     _, K, M = case.kv_pages.shape[:3]
     scales = np.full((LAYER + 1, K, M, 2), np.nan, np.float32)
     scales[LAYER] = np.exp(np.random.default_rng(seed).normal(size=(K, M, 2)) / 2)
@@ -229,7 +229,10 @@ def check_append(append, pieces_B, *, kv_heads=2, head_dim=8, page_size=4, seed=
         at = start[:, None] + np.arange(T)
         k_new, v_new = (x[np.arange(B)[:, None], at] for x in stream)
         valid = (np.arange(T) < new[:, None])[..., None, None]
-        k_new, v_new = np.where(valid, k_new, 9), np.where(valid, v_new, 9)  # 9: would be seen
+        k_new, v_new = (
+            np.where(valid, k_new, 9),
+            np.where(valid, v_new, 9),
+        )  # a 9 in the pool would fail the comparison
         kv, landmarks = append(kv, landmarks, LAYER, k_new, v_new, table, start, new)
         start = start + new
         want_kv, want_marks, _ = empty_pool(B, table.shape[1], **size)
@@ -259,7 +262,7 @@ def prefill_inputs(ratio=2, *, kv_heads=2, head_dim=8, num_tokens=45, rows=2, se
 
 
 def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4, policy="mean"):
-    """(output [B, T, N, H], visibility per row [K, T, T])."""
+    """The oracle's output [B, T, N, H] and its masks, [K, T, T] per row."""
     budgets = None if budget_T is None else lambda t: int(budget_T[t])
     masks = [
         oracles.replay_mask(
@@ -348,7 +351,7 @@ def check_gradient(grads, f64, args, seed=4, num=3):
 
 
 def jax_gradients(f, args, weights):
-    """Of sum(weights . f(args)) in each of args; f gives an array or as many as weights."""
+    """Gradients of sum(weights . f(args)) in each of args; f returns one array per weight."""
 
     def scalar(*args):
         out = f(*args)
@@ -370,12 +373,12 @@ def torch_gradients(f, args, weights):
 
 
 def tensor(x):
-    """A copy as a tensor, if it is an array."""
+    """A copy of an array as a tensor; other values unchanged."""
     return torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def on_torch(f, **options):
-    """A torch operation as the checks above call it: numpy arrays in and, but for float8, out."""
+    """A torch operation on numpy arrays; it returns numpy arrays, except for float8."""
 
     def run(*args, **kwargs):
         out = f(*map(tensor, args), **jax.tree.map(tensor, kwargs), **options)

@@ -23,28 +23,28 @@ from tests.kernels import ladder
 
 
 class Package:
-    """Where operations of one name differ; the rest is in the two classes below."""
+    """What the tests need of a kernel package; subclasses hold what differs between the two."""
 
     folder: str
     small: dict
 
     def __init__(self, name):
-        self.__name__ = name  # by which pytest names the parameter
+        self.__name__ = name  # pytest names the parameter by it
 
     def module(self, name: str) -> ModuleType:
         return importlib.import_module(f"{self.folder}.{name}")
 
     def function(self, name: str):
-        """The operation itself, on jax arrays or tensors."""
+        """The operation of that name, which takes jax arrays or tensors."""
         home = "token_logprob" if name == "acceptance_overlap" else name
         return getattr(self.module(home), name)
 
     def options(self, name: str) -> dict:
-        """What makes the operation run here, on tiny inputs."""
+        """Options with which the operation uses every loop and buffer on tiny inputs."""
         return {"tuning": self.small[name]} if name in self.small else {}
 
     def plant(self, patch: pytest.MonkeyPatch, place: str, fault):
-        """Put a fault at "file.function"; the right one, if it takes that, is its `right`."""
+        """Replace "file.function" by a fault, which may take the original as argument `right`."""
         file, name = place.split(".")
         module = self.module(file)
         if "right" in inspect.signature(fault).parameters:
@@ -53,7 +53,7 @@ class Package:
 
 
 class Pallas(Package):
-    """Interpreted with DMAs done when they are waited for, or at once and with a look at races."""
+    """Interpreted; a DMA runs when it is waited for, or immediately with detection of races."""
 
     folder = "kernels_pallas"
     small = {
@@ -70,7 +70,7 @@ class Pallas(Package):
         self.mode = mode
 
     def kernel(self, name, **options):
-        """Traced anew, so that a planted fault is seen."""
+        """The operation on numpy arrays, traced again so that a planted fault takes effect."""
         options = self.options(name) | options
         static = self.static.get(name, ())
         return ladder.interpreted(self.function(name), self.mode, static=static, **options)
@@ -96,7 +96,7 @@ class Pallas(Package):
 
 
 class Triton(Package):
-    """By Triton's interpreter, whose arithmetic in bfloat16 is wrong; without triton, skipped."""
+    """Run by Triton's interpreter (which computes wrongly in bfloat16); skipped without triton."""
 
     folder = "kernels_triton"
     small = {

@@ -14,7 +14,7 @@ SEVERAL = [[9, 1, 6], [8, 9, 2], [0, 9, 9], [1, 1, 3]]  # pages of 4: whole, beg
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    """Pallas: two pages of two heads of 64 at once, so that the calls below reuse every buffer."""
+    """Make Pallas handle two pages of two heads of 64 together, so that buffers are reused."""
     monkeypatch.setattr(PALLAS.module("append_kv"), "GROUP_BYTES", 2 * 2 * 2 * 4 * 64 * 4)
 
 
@@ -125,7 +125,7 @@ def test_without_a_fault_the_same_inputs_pass(package):
 
 
 def reject(package, name, fault, patch):
-    """The fault in the function of that name gives another pool, or other landmarks."""
+    """Check that a fault in that function changes the pool or the landmarks."""
     package.plant(patch, f"append_kv.{name}", fault)
     with pytest.raises(AssertionError):
         check(package)

@@ -39,7 +39,7 @@ def test_output_and_gradients(package, ratio, head_dim, rows, kv_heads, size, sp
 
 
 def check_gradients(package, args, kinds, size=(16, 32), tolerance=None):
-    """Output and every element of dq, dk and dv."""
+    """Compare the output and every element of dq, dk and dv."""
     do = np.random.default_rng(7).normal(size=args[0].shape).astype(np.float32)
     dtype = str(args[0].dtype).removeprefix("torch.")
     do = package.array(do, dtype)
@@ -109,8 +109,10 @@ def long_inputs():
 
 
 def check_pages(words, bits, page):
-    """The bits that the kernels read, words [rows x KV heads x words x queries] of so many pages,
-    against decode's choice at each position."""
+    """Compare the pages in the words that the kernels read with decode's choice at each position.
+
+    bits: pages in a word.
+    """
     inputs, causal = long_inputs(), np.tri(300, dtype=bool)
     seen = np.asarray(words).reshape(2, 2, -1, 1, words.shape[-1]) >> np.arange(bits)[:, None] & 1
     seen = np.repeat(seen.reshape(2, 2, -1, words.shape[-1]), page, 2)[:, :, :300, :300]
@@ -149,8 +151,8 @@ def check_backward(package):
 
 @pytest.fixture
 def reject(monkeypatch):
-    """reject(package, {function: fault}, check): other output, or the same output and wrong
-    gradients."""
+    """reject(package, {function: fault}, check): check that the fault is found in the output, or
+    in the gradients only."""
 
     def run(package, faults, check):
         for name, fault in faults.items():

@@ -1,4 +1,4 @@
-"""What Triton's compiler and NVIDIA's assembler say about the kernels; they need no GPU."""
+"""What Triton's compiler and NVIDIA's assembler report about the kernels, without a GPU."""
 
 import json
 import os
@@ -16,7 +16,7 @@ DECODE = "select_pages|sparse_decode|append_kv|sample_tokens"
 
 
 def python(*arguments):
-    """In a process of its own: here the kernels are interpreted."""
+    """Run Python in a new process, since this one interprets the kernels."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

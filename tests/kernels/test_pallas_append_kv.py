@@ -24,7 +24,7 @@ def same_buffer(group):
 
 
 def read_unless_completed(lo, hi, C):
-    """The old tokens of a page that the new ones complete are not kept."""
+    """A page that new tokens complete loses its old tokens."""
     return (lo < hi) & (hi < C)
 
 

@@ -1,4 +1,4 @@
-"""kernels_pallas/bench.py as far as a machine without a TPU goes; times are not looked at."""
+"""kernels_pallas/bench.py without a TPU; times are not checked."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_wrong_operations_do_not():
 
 
 def test_a_row_of_the_table(monkeypatch):
-    """All parts run; each is made to take a millisecond."""
+    """All parts run, with a made-up time of a millisecond each."""
 
     def millisecond(f, x):
         jax.block_until_ready(jax.jit(f)(x))

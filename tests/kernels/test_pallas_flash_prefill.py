@@ -66,7 +66,7 @@ def pages_shifted_by_one(pages, *rest, right):
 
 
 def last_block_missing(num_queries, num_keys, spec, major, right):
-    """The grid ends a block before the diagonal where it could."""
+    """The last block of keys of a block of queries is left out."""
     table = right(num_queries, num_keys, spec, major)
     return np.where((table[1] > 0) & (table[0] > 1), [[2], [0]], table).astype(np.int32)
 
@@ -84,7 +84,7 @@ def first_head_of_group(arrays, words, spec, right):
 
 
 def no_pages(arrays, words, spec, right):
-    """Causal only."""
+    """Every query reads all pages before it."""
     return right(arrays, jnp.full_like(words, -1), spec)
 
 

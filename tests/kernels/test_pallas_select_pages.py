@@ -22,7 +22,7 @@ def test_pages_that_follow_one_another(package, head_dim):
 
 
 def swap_pages(case, row, i):
-    """Pages i and i + 1 of a row lie the other way round in the pool."""
+    """Pages i and i + 1 of a row are swapped in the pool."""
     pages = case.table_BP[row, i : i + 2]
     case.landmarks[:, pages] = case.landmarks[:, pages[::-1]]
     case.kv_pages[:, :, pages] = case.kv_pages[:, :, pages[::-1]]
@@ -69,7 +69,7 @@ def test_bfloat16_in_the_stored_form():
 
 
 def test_a_query_rounded_to_bfloat16_is_rejected(monkeypatch):
-    """Its mean over heads needs more bits: all three parts."""
+    """The mean over heads needs more bits than bfloat16 has: all three parts of the query."""
     monkeypatch.setattr(module.lax, "reduce_precision", lambda x, *bits: x)
     with pytest.raises(AssertionError):
         check_bfloat16()
@@ -80,12 +80,12 @@ def no_wait(*args):
 
 
 def one_buffer(unit, ring):
-    """All units are fetched into the first one."""
+    """All units are fetched into the same buffer."""
     return 0 * unit
 
 
 class NextPage:
-    """The table, each entry of which is the one after it."""
+    """Every page of the table is replaced by the next one."""
 
     def __init__(self, ref):
         self.ref = ref

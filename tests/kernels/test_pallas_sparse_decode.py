@@ -15,7 +15,7 @@ def no_wait(buf_ref, sem_ref):
 
 
 def wrong_buffer(page_ref, buf_refs, slot, odd, j, sem_ref):
-    """The one after the right one: with two buffers, the one that is being read."""
+    """The buffer after the right one; with two buffers that is the one in use."""
     return pltpu.make_async_copy(
         page_ref, buf_refs[1 - odd].at[jax.lax.div(slot, 2), j], sem_ref.at[slot]
     )

@@ -19,7 +19,7 @@ module = PALLAS.module("token_logprob")
 
 
 def test_blocks_chosen_by_the_module_and_no_gradient_of_the_overlap():
-    """More rows in a block than tokens and vocabulary; alpha of equal states is 1."""
+    """A block has more rows than there are tokens or vocabulary; alpha of equal states is 1."""
     hidden, other, head, token = ladder.head_inputs(num=5)
 
     def f(hidden):
@@ -40,7 +40,7 @@ def moment_not_shifted(m, m_new):
 
 
 def whole_block(first, shape):
-    """Garbage rows past the vocabulary count as token 0."""
+    """Undefined rows past the vocabulary count as token 0."""
     return jnp.zeros(shape, jnp.int32)
 
 

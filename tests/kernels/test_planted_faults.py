@@ -1,4 +1,4 @@
-"""Deliberate faults that the comparisons of ladder.py must reject: the tests can see."""
+"""Deliberate faults that the comparisons of ladder.py must reject."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +45,7 @@ def scale_by_head_dim(q, kv, *rest):
 
 
 def lse_without_max(q, kv, layer, ids, start, length):
-    """log of the sum of exp(s - max), the max not added back: the output alone looks right."""
+    """The maximum is not added back to the log-sum-exp; the output stays correct."""
     out, lse = reference.sparse_decode(q, kv, layer, ids, start, length)
     top = []
     for b, n in enumerate(length):
@@ -109,7 +109,7 @@ def test_causal_limit_among_new_tokens(shift):
 
 
 def higher_page_on_ties(q, landmarks, layer, table, n, k, *, max_selected):
-    """Selection in reversed order of pages, as a top-k that prefers the last of equals does."""
+    """Of pages with equal scores the higher one is chosen."""
     ids = np.array(
         reference.select_pages(q, landmarks, layer, table, n, k, max_selected=max_selected)[0]
     )
@@ -121,7 +121,7 @@ def higher_page_on_ties(q, landmarks, layer, table, n, k, *, max_selected):
 
 
 def shifted_candidates(q, landmarks, layer, table, n, k, *, max_selected):
-    """Scores are those of the next page."""
+    """Every page has the score of the next page."""
     landmarks = np.array(landmarks)
     landmarks[:, table[:, :-1]] = landmarks[:, table[:, 1:]]
     return reference.select_pages(q, landmarks, layer, table, n, k, max_selected=max_selected)
@@ -176,7 +176,7 @@ def stale_landmark(kv, landmarks, *rest):
 
 
 def early_landmark(kv, landmarks, layer, k, v, table, start, new):
-    """Written when a page gets its first token instead of its last."""
+    """A landmark is written when a page gets its first token instead of its last."""
     C = kv.shape[4]
     kv, landmarks = reference.append_kv(kv, landmarks, layer, k, v, table, start, new)
     for b in np.flatnonzero((new > 0) & (start % C == 0)):
@@ -244,7 +244,7 @@ def mask_shifted_by_a_page(q, k, v, **kwargs):
 
 
 def sees_future_pages(q, k, v, **kwargs):
-    """Pages that complete later take part in the choice."""
+    """Pages that complete only later can be chosen."""
     choose = ops.page_mask
     last = -(-k.shape[1] // kwargs["page"])
 

@@ -162,7 +162,7 @@ PAGES, HEADS, QUERIES = 9, 2, 4
 
 
 def both_rules(module, scores_BKP, num_pages_B, k_B):
-    """Choice of decode (top_pages) and of replay (page_mask) for the same scores."""
+    """The pages that decode (top_pages) and replay (page_mask) choose from the same scores."""
     scores_KtP = scores_BKP.swapaxes(0, 1)[None]
     mask = module.page_mask(scores_KtP, num_pages_B, k_B)[0].swapaxes(0, 1)
     return (*module.top_pages(scores_BKP, num_pages_B, k_B, PAGES), mask)
@@ -197,7 +197,7 @@ def test_replay_and_decode_choose_the_same_pages(data):
 
 
 def head_operations(ops):
-    """token_logprob and acceptance_overlap, traced anew: HEAD_ELEMENTS may have changed."""
+    """token_logprob and acceptance_overlap, traced again as HEAD_ELEMENTS may have changed."""
     if ops is TORCH:
         return ops.token_logprob, ops.acceptance_overlap
     return [
@@ -216,7 +216,7 @@ def test_head_in_blocks(ops, block, monkeypatch):
 
 
 def test_sums_over_a_real_vocabulary_lose_nothing(ops):
-    """151,936 words of which none stands out: a running float32 sum would be 8e-5 off."""
+    """A flat distribution over 151,936 tokens, for which a running float32 sum errs by 8e-5."""
     rng = np.random.default_rng(0)
     hidden, other = rng.standard_normal((2, 8, 16), np.float32)
     head, token = rng.standard_normal((151_936, 16), np.float32) / 2, np.arange(8)
@@ -237,7 +237,7 @@ def test_overlap_of_equal_hidden_states_is_one(ops):
 
 
 def arrays(ops, x):
-    """Constants of a differentiated operation."""
+    """Arguments of a differentiated operation that are constants."""
     return ladder.tensor(x) if ops is TORCH else x
 
 

@@ -15,9 +15,9 @@ from tests.kernels.packages import BOTH, EAGER, PALLAS, TRITON
 # full and part filled.
 LENGTHS = [0, 1, 3, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 43]
 WHOLE = {"tuning": triton.SelectTuning(score=4, count=16, list=8, num_warps=4)}
-"""All of a row's scores stay in registers."""
+"""Sizes with which all scores of a row stay in registers."""
 QUICK = {"tuning": pallas.SelectTuning(unit=2, ring=4, group=1, digit=1)}
-"""Several units in flight, and the quickest to compile."""
+"""Sizes with several units in flight that compile fastest."""
 FAULTY, HEAD_DIM = {PALLAS: QUICK, EAGER: QUICK, TRITON: {}}, {PALLAS: 128, EAGER: 128, TRITON: 32}
 
 
@@ -93,7 +93,7 @@ def last_candidate_missing(page, n):
 
 
 def bits_of_the_score(score):
-    """Negative scores in reversed order."""
+    """The keys of negative scores are in reversed order."""
     return jax.lax.bitcast_convert_type(score, jnp.int32)
 
 
@@ -122,7 +122,7 @@ def test_without_a_fault_the_same_inputs_pass(package, inputs):
 
 
 def reject(package, place, fault, patch, match=None, **inputs):
-    """The fault in the file and function of that name gives another list, or is a race."""
+    """Check that a fault in that function changes the list, or causes a race."""
     package.plant(patch, place, fault)
     with pytest.raises(AssertionError, match=match):
         check(package, **inputs)

@@ -14,7 +14,7 @@ K = [2, 0, 1, 2, 2, 2, 5, 3, 2, 1, 2, 2]
 ONE = {"tuning": TRITON.small["sparse_decode"]._replace(splits=1)}
 THREE = {"tuning": TRITON.small["sparse_decode"]._replace(splits=3, least=2)}
 PAIR = {"tuning": pallas.DecodeTuning(pages_per_block=2, num_buffers=2)}
-"""The fewest buffers: a copy started too soon goes to the one that is being read."""
+"""With the fewest buffers, a copy started too early overwrites the buffer in use."""
 FAULTY, HEAD_DIM = {PALLAS: PAIR, EAGER: PAIR, TRITON: {}}, {PALLAS: 128, EAGER: 128, TRITON: 32}
 
 
@@ -33,7 +33,7 @@ def test_selected_pages(package, head_dim, ratio, options):
 
 @pytest.mark.parametrize(("package", "head_dim"), [(PALLAS, 64), (TRITON, 32)])
 def test_selected_pages_and_several_new_tokens(package, head_dim):
-    """All queries of a row read the same list; the last two pages are always in it."""
+    """All queries of a row read one list, which always has the last two pages."""
     case = ladder.make_paged(LENGTHS, head_dim=head_dim)
     new = np.array([1, 1, 3, 3, 0, 2, 2, 3, 2, 1, 1, 0])
     ladder.check_decode(kernel(package), case, ladder.random_queries(case, 3, 2), new, K, 8)
@@ -67,7 +67,7 @@ def rounded(package, lengths, dtype, head_dim):
     (PALLAS, "bfloat16", 8e-3), (TRITON, "float16", 1e-3),
 ])  # fmt: skip
 def test_two_bytes(package, dtype, limit):
-    """Output within a few roundings of it (2^-9 and 2^-12), the log-sum-exp without one."""
+    """The output is within a few roundings (2^-9 and 2^-12); the log-sum-exp is not rounded."""
     case, pool = rounded(package, [100, 1, 64], dtype, 128)
     q = package.array(ladder.random_queries(case, 1, 2), dtype)
     got = ladder.decode_errors(kernel(package), case, pool, q, case.keys, case.values)
@@ -79,7 +79,7 @@ def test_two_bytes(package, dtype, limit):
     (TRITON, 100, "float32", 1e-6), (TRITON, 100, "float16", 2**-10),
 ])  # fmt: skip
 def test_float8_with_page_scales(package, longest, dtype, roundings):
-    """roundings: of the output, relative to the largest value."""
+    """roundings: accepted error of the output, relative to the largest value."""
     case, pool = rounded(package, [longest, 1, 64], "float8_e4m3fn", 64)
     scales, keys, values = ladder.scaled_pages(case)
     q = package.array(ladder.random_queries(case, 1, 2), dtype)
@@ -113,7 +113,7 @@ def test_without_a_fault_the_inputs_of_faults_pass(package):
 
 
 def reject(package, place, fault, patch, match=None, **inputs):
-    """The fault in the file and function of that name gives other numbers, or is a race."""
+    """Check that a fault in that function changes the result, or causes a race."""
     package.plant(patch, place, fault)
     with pytest.raises(AssertionError, match=match):
         check(package, **inputs)

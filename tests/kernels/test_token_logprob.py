@@ -16,7 +16,7 @@ ALL = PALLAS, EAGER, TRITON
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Pallas takes a block's tokens in two chunks."""
+    """Make Pallas handle the tokens of a block in two chunks."""
     monkeypatch.setattr(PALLAS.module("token_logprob"), "CHUNK", 16)
 
 
@@ -33,7 +33,7 @@ def test_log_prob_and_entropy(package):
 
 
 def check_large_logits(token_logprob):
-    """Logits of +-3,000 neither overflow nor leave NaN; the entropy of a sure token is 0."""
+    """Logits of +-3,000 do not overflow; the entropy of a certain token is 0."""
     hidden, _, head, token = ladder.head_inputs()
     head = head * 400
     want = oracles.token_logprob(np.float64(hidden) @ np.float64(head).T, token)
@@ -57,7 +57,7 @@ def test_gradient(package):
 
 
 def check_gradient(package):
-    """Through log-prob and entropy, against differences of the oracle."""
+    """Gradients through log-prob and entropy against differences of the oracle."""
     hidden, _, head, token = ladder.head_inputs()
     weights = np.random.default_rng(6).normal(size=(2, len(token)))
     _, gradients = package.vjp(
@@ -74,7 +74,7 @@ def check_gradient(package):
     (PALLAS, "bfloat16", 0.005), (TRITON, "float16", 0.001),
 ])  # fmt: skip
 def test_two_bytes_against_float64_on_the_rounded_inputs(package, dtype, limit):
-    """limit: of a gradient's norm, two roundings to 8 or 11 bits. Products are exact."""
+    """limit: share of a gradient's norm, two roundings to 8 or 11 bits; products are exact."""
     *states, token = ladder.head_inputs()
     states = [package.array(x, dtype) for x in states]
     hidden, sparse, head = (np.float64(package.wide(x)) for x in states)

@@ -14,7 +14,7 @@ PACKAGES = {"jax": in_jax, "torch": in_torch}
 
 @pytest.fixture(params=PACKAGES)
 def package(request, monkeypatch):
-    """Its reference, in blocks of 4 rows: 11 rows fill no whole number of them."""
+    """The reference in blocks of 4 rows, which 11 rows do not fill."""
     module = PACKAGES[request.param]
     monkeypatch.setattr(module, "HEAD_ELEMENTS", 4 * V)
     return lambda name: getattr(module, name) if module is in_jax else ladder.on_torch(

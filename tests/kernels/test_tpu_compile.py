@@ -1,4 +1,4 @@
-"""What a TPU's compiler says about the kernels; without libtpu there is no such compiler here."""
+"""What the TPU compiler reports about the kernels; skipped without libtpu."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 pytest.importorskip("libtpu", reason="libtpu is not there for this machine")
 VMEM_LIMIT = 48 * 2**20
-"""Of the 64 MiB of TPU7x, which has least."""
+"""Of the 64 MiB of TPU7x, the smallest VMEM of the generations."""
 SOME = {
     "kernels_pallas.tpu_compile": r"\(1\.7B\)|sparse_decode, list .*(H=64|float8)",
     "sparrow_jax.tpu_programs": r"decode.*1\.7B",
@@ -26,7 +26,7 @@ SOME = {
 
 
 def python(*arguments):
-    """In a process of its own: libtpu reads its flags once."""
+    """Run Python in a new process, since libtpu reads its flags once."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
@@ -93,7 +93,7 @@ def test_programs_compile_fit_and_keep_the_cache_in_place(programs):
 
 
 HBM_BYTES = {"v5e": 16 * 10**9, "v5p": 95 * 10**9, "v6e": 32 * 10**9, "tpu7x": 96 * 10**9}
-"""Per device; TPU7x: half a chip."""
+"""HBM of one device; on TPU7x that is half a chip."""
 
 
 DUMP = """

@@ -31,7 +31,7 @@ def test_layouts():
 
 
 def test_float8_is_rounded_as_torch_does_and_saturates():
-    """Halfway between neighbours and just beside that; subnormal numbers; zeros of both signs."""
+    """Numbers halfway between two float8 and beside that, subnormal numbers, both zeros."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat([numbers, halves, halves.nextafter(numbers[1:]), halves.nextafter(numbers[:-1])])

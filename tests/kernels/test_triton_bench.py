@@ -1,4 +1,4 @@
-"""kernels_triton/bench.py as far as a machine without a GPU goes; times are not looked at."""
+"""kernels_triton/bench.py without a GPU; times are not checked."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def test_cases_fit_the_card():
 
 @pytest.fixture(scope="module")
 def float8_queries():
-    """The interpreter multiplies no bfloat16."""
+    """Types that the interpreter computes with; bfloat16 is not one of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(bench_check.OUTER, torch.float8_e4m3fn, torch.float16)
         yield
@@ -128,7 +128,7 @@ def test_wrong_kernels_are_not_timed(monkeypatch, capsys):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Everything that is timed runs once, and takes a millisecond."""
+    """Everything that is timed runs once, with a made-up time of a millisecond."""
 
     def milli(f):
         f()

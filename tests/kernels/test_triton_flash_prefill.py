@@ -45,7 +45,7 @@ def test_pages_of_long_sequences_exactly(page):
 
 
 def test_parts_of_one_array():
-    """q, k and v side by side in an array whose other numbers are NaN; an expanded gradient.
+    """q, k and v are views of one array with NaN between them; the gradient is an expanded view.
 
     Two rows, two KV heads and two heads each.
     """
@@ -99,7 +99,7 @@ def one_block_short(i, T, X: tl.constexpr, Y: tl.constexpr):
 
 @triton.jit
 def one_block_too_many_whole(i, T, X: tl.constexpr, Y: tl.constexpr):
-    """The block on the diagonal counts as seen by all."""
+    """The block on the diagonal is not masked."""
     stop = tl.cdiv(tl.minimum((i + 1) * X, T), Y)
     return stop, stop
 

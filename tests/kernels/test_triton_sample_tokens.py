@@ -69,7 +69,7 @@ def gap(x, key, position, temperature):
 
 
 def check(draw, V, temperature, top_p=1.0):
-    """Tokens and log-probs of both, on rows whose best two scores no rounding brings together."""
+    """Tokens and log-probs of both, on rows in which rounding cannot swap the best two scores."""
     key, position = rows(3)
     x = logits(V, 3)
     want, want_logp = sampling.sample(x, key, position, temperature, top_p)

@@ -45,7 +45,7 @@ def test_layouts(order):
 
 
 def test_every_float8_number(monkeypatch):
-    """One key of one number 1 per row: the output is the value, so all bytes are seen, as floats.
+    """One key per row: the output is its value, so that every byte of float8 is decoded.
 
     By bit operations, and by Triton's conversion where it has one.
     """
