@@ -32,7 +32,7 @@ def test_cases_fit_the_card():
 
 @pytest.fixture(scope="module")
 def float8_queries():
-    """Types that the interpreter computes with; bfloat16 is not one of them."""
+    """float16 queries beside a float8 cache, as the interpreter cannot multiply bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(bench_check.OUTER, torch.float8_e4m3fn, torch.float16)
         yield
