@@ -1,6 +1,6 @@
-"""Record what a backend computes: `sparrow trace`. Two records are compared by `sparrow compare`.
+"""Record what a backend computes (`sparrow trace`), for a comparison by `sparrow compare`.
 
-The stages, in the order of computation; what goes wrong in one shows in all later ones:
+The stages are in the order of computation, and an error in one shows in all later ones:
 
     stream    greedy tokens, and sampled ones by dense and by sparse decode, with their log-probs
     forward   a dense pass over given tokens: of each layer and position the projections
@@ -9,11 +9,12 @@ The stages, in the order of computation; what goes wrong in one shows in all lat
     score     dense log-probs at the sampling temperature, entropy, the 20 likeliest tokens
     replay    alpha and sparse log-probs of the same tokens
     decode    common/crosscheck/trace_decode.py: page scores, pages, log-sum-exp
-    grpo      loss of one GRPO step with made-up rewards (1 and 0 in turn); scale: its terms' sizes
-    grad      of each parameter and layer the gradient's norm and projections
-    step      the same of what one optimizer step adds to the weights; checksum of the new weights
+    grpo      loss of one GRPO step with made-up rewards (1 for the first sample of a prompt, 0 for
+              the second), and the sum of the sizes of its terms as its scale
+    grad      norm and projections of the gradient of each parameter and layer
+    step      the same of the change that one optimizer step makes; checksum of the new weights
 
-The given tokens are those that this backend's sparse decode samples, or another trace's.
+The given tokens are those that this backend's sparse decode samples, or those of another trace.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from common.schedule.schedule import NUM_RESERVED, Schedule
 from common.types import Prompt, Rollout, Scored, TrainBatch
 
 FACTS = {"q": "q", "k": "k", "v": "v", "a": "attention", "x": "block"}
-"""What `observe` of a model's `hidden` sees, and its name in a trace."""
+"""Name in a trace of each intermediate result that `hidden(observe=...)` of a model gives."""
 TOP = 20
+"""Number of likeliest tokens in the stage score."""
 
 
 class Update(NamedTuple):
-    """One optimizer step: loss per token, (name, gradient) pairs, and then the new weights."""
+    """One optimizer step: loss per token, pairs (name, gradient), a call for the new weights."""
 
     loss: float
     gradients: Iterator[tuple[str, np.ndarray]]
@@ -53,11 +55,12 @@ class Update(NamedTuple):
 
 
 class Tracer(Protocol):
-    """What a backend brings: `build(config) -> Tracer`, with the weights of model.path.
+    """Interface of a backend's tracer; its module offers `build(config) -> Tracer`.
 
-    generate: as RolloutEngine; None where a backend only decodes greedily. decoder: a cache of
-    table_BP (trace_decode.Cache), None where there is none. forward: facts [L, B, T, ...] by name.
-    update: one optimizer step; None where a backend does not train.
+    It has the weights of model.path. generate: that of RolloutEngine; None where a backend only
+    decodes greedily. decoder: makes a cache with page table table_BP and a page list of
+    max_selected entries; None where a backend has no paged cache. update: one optimizer step; None
+    where a backend does not train.
     """
 
     description: Mapping[str, str]
@@ -66,9 +69,17 @@ class Tracer(Protocol):
     decoder: Callable[[np.ndarray, int], trace_decode.Cache] | None
     update: Callable[[TrainBatch], Update] | None
 
-    def greedy(self, prompts: list[Prompt], num_tokens: int) -> tuple[np.ndarray, np.ndarray]: ...
-    def forward(self, tokens_BT: np.ndarray) -> Mapping[str, np.ndarray]: ...
-    def top(self, tokens_BT: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def greedy(self, prompts: list[Prompt], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs [B, N] of greedy decoding."""
+        ...
+
+    def forward(self, tokens_BT: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Facts [L, B, T, ...] of a dense pass, by name."""
+        ...
+
+    def top(self, tokens_BT: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void."""
+        ...
 
 
 def trace(
@@ -77,9 +88,10 @@ def trace(
 ) -> None:  # fmt: skip
     """Write the trace of one backend to `out`.
 
-    prompts: text, .json token ids, or task rows (.jsonl, .parquet); num_prompts of them, each cut
-    to prompt_tokens. num_tokens: sampled after each. force: a trace whose tokens are taken.
-    UserError for what cannot be run, and for a `force` of other prompts or weights.
+    prompts: text, .json token ids, or task rows (.jsonl, .parquet); num_prompts of them are taken,
+    each cut to prompt_tokens. num_tokens: number of tokens sampled after each. force: a trace; the
+    stages after stream take its tokens. Raises UserError if the configuration cannot run, and if
+    `force` has other prompts or weights.
     """
     package = trace_setup.find(backend)
     trace_setup.refuse_without_effect(config)
@@ -125,7 +137,7 @@ def _stages(
     tracer: Tracer, config: Config, prompts: list[Prompt], schedule: Schedule, num_tokens: int,
     forced: Mapping[str, np.ndarray] | None,
 ) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:  # fmt: skip
-    """Name and arrays of each stage, as they are done."""
+    """(name, arrays) of each stage, when it is done."""
     tokens, logp = tracer.greedy(prompts, num_tokens)
     yield "stream/greedy", {"tokens": tokens, "logp": logp}
     rollout = None
@@ -214,7 +226,7 @@ def _train(
 
 
 def _sketches(pairs: Iterator[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Per layer norm and projections of parameters; one without layers counts as one layer."""
+    """Norm and projections of parameters by layer; one without layers counts as a single layer."""
     out = {}
     for name, x in pairs:
         norm, projection = sketch.of_parameter(x if name.startswith("layers.") else x[None])
@@ -223,7 +235,7 @@ def _sketches(pairs: Iterator[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def responses(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Sampled tokens and their log-probs, [B, N]; all rows have N."""
+    """Sampled tokens and their log-probs, [B, N]; every row must have N tokens."""
     columns = rollout.prompt_len_B[:, None] + np.arange(
         int((rollout.total_len_B - rollout.prompt_len_B).max())
     )
@@ -232,7 +244,7 @@ def responses(rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def _uneven(rollout: Rollout) -> Rollout:
-    """Rows cut to four lengths: alike, they would hide padding and how a loss is averaged."""
+    """The rows cut to four lengths; equal lengths would hide faults of padding and averaging."""
     start, N = rollout.prompt_len_B, rollout.total_len_B - rollout.prompt_len_B
     kept = np.maximum(N - np.arange(len(N)) % 4 * N // 6, 1)
     end = np.minimum(rollout.total_len_B, start + kept).astype(np.int32)
@@ -249,7 +261,7 @@ def _uneven(rollout: Rollout) -> Rollout:
 
 
 def _as_rollout(prompts: list[Prompt], forced: Mapping[str, np.ndarray]) -> Rollout:
-    """Given tokens as if they had just been sampled."""
+    """The tokens of another trace as a rollout."""
     tokens, start, end = forced["tokens"], forced["prompt_len"], forced["total_len"]
     B, position = len(tokens), np.arange(tokens.shape[1])
     mask = (position >= start[:, None]) & (position < end[:, None])

@@ -1,8 +1,8 @@
-"""The decode part of a trace: given tokens through the paged cache, step by step, as in an engine.
+"""The stage decode of a trace: given tokens run through the paged cache step by step.
 
 Every step is one call of the model's `extend` under the schedule, with the kernels that rollouts
-use. Recorded are the log-sum-exp of each head, the pages that each KV head of a sparse layer read,
-the gap between the worst chosen and the best other page, and now and then all scores.
+use. The trace holds the log-sum-exp of each head, the pages that each KV head of a sparse layer
+read, the gap between the worst chosen and the best other page, and, at some steps, all scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ SCORES_EVERY = 16
 
 
 class Step(NamedTuple):
-    """lse_LBN; of the sparse layers the physical pages_LBKJ (0 = unused) and scores_LBKP."""
+    """Result of one decode step in all layers (L); pages and scores of the sparse layers only.
+
+    lse_LBN: log-sum-exp. pages_LBKJ: physical pages, 0 = unused. scores_LBKP: of all pages.
+    """
 
     lse_LBN: np.ndarray
     pages_LBKJ: np.ndarray
@@ -30,13 +33,19 @@ class Step(NamedTuple):
 class Cache(Protocol):
     """A paged cache of B rows with the pages table_BP, and the programs that extend it."""
 
-    def prefill(self, tokens_BT, start_B, num_new_B) -> None: ...
+    def prefill(self, tokens_BT: np.ndarray, start_B: np.ndarray, num_new_B: np.ndarray) -> None:
+        """Dense pass over the next num_new_B tokens of each row."""
+        ...
 
-    def step(self, token_B, start_B, num_new_B, k_B) -> Step: ...
+    def step(
+        self, token_B: np.ndarray, start_B: np.ndarray, num_new_B: np.ndarray, k_B: np.ndarray
+    ) -> Step:
+        """Decode step over one token per row; rows with num_new 0 are idle. k_B: their budgets."""
+        ...
 
 
 def tables(rows: int, tokens: int, page: int) -> np.ndarray:
-    """Page table int32 [B, P]: row b has the pages 1 + b P ...; page 0 stays unused."""
+    """Page table int32 [B, P]; row b has the pages from 1 + b P on, and page 0 stays unused."""
     P = pages_for(tokens, page)
     return (1 + np.arange(rows * P, dtype=np.int32)).reshape(rows, P)
 
@@ -45,10 +54,10 @@ def run(
     cache: Cache, tokens_BT: np.ndarray, prompt_len_B: np.ndarray, total_len_B: np.ndarray, *,
     schedule: Schedule, chunk: int,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Arrays over R decode steps; rows that are over hold NaN, and -1 for pages.
+    """Arrays of R decode steps by name; a row that has ended holds NaN, and -1 for pages.
 
-    lse [L, B, R, N]; of the sparse layers pages int16 [L, B, R, K, J] (logical, rising), page_gap
-    [L, B, R, K], page_scores [L, B, R / 16, K, P].
+    lse [L, B, R, N], and of the sparse layers: pages int16 [L, B, R, K, J] (logical, rising),
+    page_gap [L, B, R, K], page_scores [L, B, R / SCORES_EVERY, K, P].
     """
     C, T = schedule.page_size, tokens_BT.shape[1]
     prompts = int(prompt_len_B.max())
@@ -59,15 +68,15 @@ def run(
         count = np.clip(prompt_len_B - start, 0, chunk)
         cache.prefill(piece, np.full(len(piece), start, np.int32), count.astype(np.int32))
     budget_T = np.minimum(schedule.budgets_at(np.arange(T)), pages_for(T, C))
-    seen = []
+    steps = []
     for r in range(int((total_len_B - prompt_len_B).max())):
         start_B = np.minimum(prompt_len_B + r, T - 1).astype(np.int32)
         active_B = prompt_len_B + r < total_len_B
         k_B = budget_T[start_B].astype(np.int32)
         token_B = tokens_BT[np.arange(len(tokens_BT)), start_B].astype(np.int32)
         step = cache.step(token_B, start_B, active_B.astype(np.int32), k_B)
-        seen.append(_facts(step, start_B // C + 1, k_B, active_B))
-    lse, pages, gap, scores = (list(x) for x in zip(*seen, strict=True))
+        steps.append(_facts(step, start_B // C + 1, k_B, active_B))
+    lse, pages, gap, scores = (list(x) for x in zip(*steps, strict=True))
     return {
         "lse": np.stack(lse, 2),
         "pages": np.stack(pages, 2).astype(np.int16),
@@ -76,8 +85,13 @@ def run(
     }
 
 
-def _facts(step: Step, num_pages_B, k_B, active_B):
-    """LSE, logical pages (-1 = unused, -2 = another row's), gap and scores, void in ended rows."""
+def _facts(
+    step: Step, num_pages_B: np.ndarray, k_B: np.ndarray, active_B: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(lse, logical pages, gap, scores) of one step, void in rows that have ended.
+
+    Page -1 is unused, page -2 belongs to another row.
+    """
     P, J = step.scores_LBKP.shape[-1], step.pages_LBKJ.shape[-1]
     count_B = np.where(active_B, np.minimum(k_B + NUM_RESERVED, num_pages_B), 0)
     used_BJ = np.arange(J) < count_B[:, None]
@@ -97,5 +111,5 @@ def _facts(step: Step, num_pages_B, k_B, active_B):
 
 
 def plan(schedule: Schedule, table_width: int) -> int:
-    """Width of the list of selected pages, as the engine has it."""
+    """Width of the list of selected pages, the same as in the engine."""
     return plan_budgets(schedule, table_width).max_selected

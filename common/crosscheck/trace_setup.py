@@ -1,4 +1,4 @@
-"""What a trace is recorded with: backend, sizes, schedule, and whose tokens."""
+"""Settings of a trace: backend, sizes, schedule, and the trace that its tokens come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACERS = {
     "vllm": "sparrow_torch.vllm_tracer",
 }
 SAMPLES = 2
-"""Responses per prompt: a group, whose made-up rewards are 1 and 0."""
+"""Responses per prompt, which are a group with made-up rewards 1 and 0."""
 
 
 def find(backend: str) -> str:
@@ -39,6 +39,7 @@ def find(backend: str) -> str:
 
 
 def schedule_of(config: Config) -> Schedule:
+    """The configured schedule; budget 2 everywhere in place of a dense one."""
     schedule = resolve_schedule(config)
     if schedule is not None and not schedule.is_dense:
         return schedule
@@ -47,7 +48,7 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def refuse_without_effect(config: Config) -> None:
-    """Settings that a trace does not follow."""
+    """Raise UserError for settings that a trace would ignore."""
     for name, value, wanted in (
         ("rollout.top_p", config.rollout.top_p, 1.0),
         ("grpo.kl_coef", config.grpo.kl_coef, 0.0),
@@ -57,7 +58,10 @@ def refuse_without_effect(config: Config) -> None:
 
 
 def sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) -> Config:
-    """Limits that fit the prompts; two micro-batches, so that their sum is part of the trace."""
+    """The configuration with limits that fit the prompts.
+
+    The batch has two micro-batches, so that the trace covers their sum.
+    """
     longest = max(len(p.tokens) for p in prompts)
     rollout = dataclasses.replace(
         config.rollout,
@@ -79,7 +83,7 @@ def sized(config: Config, backend: str, prompts: list[Prompt], num_tokens: int) 
 
 
 def settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, Any]:
-    """What two traces must share to be comparable."""
+    """Settings that two traces must share to be comparable."""
     rollout, learner = config.rollout, config.learner
     names = ("page_size", "num_dense_layers", "temperature", "seed")
     rates = ("learning_rate", "warmup_steps", "weight_decay", "beta1", "beta2", "max_grad_norm")

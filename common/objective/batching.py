@@ -1,7 +1,7 @@
-"""Micro-batches of static shapes: how rows of unequal length become few [B, T] programs.
+"""Micro-batches of static shapes: rows of unequal length share few compiled [B, T] programs.
 
 Lengths are rounded up to buckets `bucket * {1, 1.5, 2, 3, 4, 6, 8, ...}` (two per octave), so a run
-whose sequences grow from 128 to 32K tokens meets at most 17 values of T; B is a function of T alone
+in which sequences grow from 128 to 32K tokens has at most 17 values of T. B depends on T alone
 (tokens_per_microbatch // T), so each T is one shape and one compilation.
 """
 
@@ -19,8 +19,8 @@ from common.types import MicroBatch, Rollout, Scored, TrainBatch
 def bucket_length(n: int, bucket: int = 128, buckets: Sequence[int] = ()) -> int:
     """Smallest of bucket * {1, 1.5, 2, 3, 4, 6, ...} that is at least n; padding stays below 50 %.
 
-    Explicit `buckets` (rising) take the place of that series. Raises ValueError for n < 1 or past
-    the last of them, and for an odd or non-positive bucket.
+    Explicit `buckets` (rising) replace that series. Raises ValueError for n < 1, for n above the
+    last of `buckets`, and for an odd or non-positive `bucket`.
     """
     if n < 1:
         raise ValueError(f"{n=}: expected a length of at least 1")
@@ -44,7 +44,7 @@ def length_batches(
     bucket: int = 128,
     buckets: Sequence[int] = (),
 ) -> list[tuple[np.ndarray, int, int]]:
-    """Groups rows of like length: a list of (rows, T, B), longest first, len(rows) <= B.
+    """Group rows of like length: a list of (rows, T, B), longest first, with len(rows) <= B.
 
     T = bucket_length(longest of the rows), B = max(1, tokens_per_microbatch // T): a row longer
     than tokens_per_microbatch gets a batch of its own. Every row occurs exactly once; ties keep
@@ -64,7 +64,7 @@ def length_batches(
 
 
 def take_rows(array_BT: np.ndarray, rows: np.ndarray, T: int, B: int) -> np.ndarray:
-    """[B, T]: the given rows, cut or zero-padded on the right to T, then empty rows up to B."""
+    """The given rows, cut or zero-padded on the right to T, then rows of zeros up to B; [B, T]."""
     width = min(T, array_BT.shape[1])
     out = np.zeros((B, T), array_BT.dtype)
     out[: len(rows), :width] = array_BT[rows, :width]
@@ -86,7 +86,7 @@ def pack(
     bucket: int = 128,
     buckets: Sequence[int] = (),
 ) -> TrainBatch:
-    """Splits a scored rollout into minibatches (optimizer steps) of micro-batches (static shapes).
+    """Split a scored rollout into minibatches (optimizer steps) of micro-batches (static shapes).
 
     Groups are shuffled by `seed`, their rows stay neighbours, and the sequence is cut into
     num_minibatches parts whose sizes differ by at most one row. A minibatch has a denominator, and
@@ -100,9 +100,9 @@ def pack(
 
     does not depend on the split or on padding. Without a KL term (logp_ref_BT None), rows that
     cannot move the policy (advantage 0, or all weights 0) are left out of the micro-batches and
-    still count in the denominator. A minibatch may thus be an empty list; denominator 0 means that
-    it had no usable row. Its optimizer step is then to be skipped. Which rows come together does
-    not depend on the order of rows.
+    still count in the denominator. So a minibatch may be an empty list, and denominator 0 means
+    that it had no usable row; the learner skips its optimizer step. The order of rows does not
+    decide which rows share a minibatch.
     """
     mask_BT = rollout.response_mask_BT & advantages.use_B[:, None]
     parts = _shuffled_parts(rollout.group_B, rollout.sample_B, num_minibatches, seed)
@@ -141,14 +141,14 @@ def pack(
 
 
 def _token_scale(mask_BT: np.ndarray, aggregation: str) -> np.ndarray:
-    """What each token's loss is multiplied by: float32 [B, T], 0 outside the mask."""
+    """Factor of each token's loss, float32 [B, T], 0 outside the mask."""
     if aggregation != "sequence_mean":
         return mask_BT.astype(np.float32)
     return (mask_BT / np.maximum(mask_BT.sum(axis=1, keepdims=True), 1)).astype(np.float32)
 
 
 def _denominator(mask_BT: np.ndarray, aggregation: str, max_response_tokens: int) -> float:
-    """What the summed loss of a minibatch with this mask is divided by; 0 = no usable row."""
+    """Divisor of the summed loss of a minibatch with this mask; 0 = it has no usable row."""
     if aggregation == "token_mean":
         return float(mask_BT.sum())
     num_rows = float(mask_BT.any(axis=1).sum())
@@ -166,7 +166,7 @@ def _denominator(mask_BT: np.ndarray, aggregation: str, max_response_tokens: int
 def _shuffled_parts(
     group_B: np.ndarray, sample_B: np.ndarray, num_minibatches: int, seed: int
 ) -> list[np.ndarray]:
-    """Row numbers of each minibatch; a pure function of (groups, samples, seed)."""
+    """Row numbers of each minibatch, a pure function of (groups, samples, seed)."""
     if num_minibatches < 1:
         raise ValueError(f"{num_minibatches=}: expected at least 1")
     groups = np.unique(group_B)
@@ -175,7 +175,14 @@ def _shuffled_parts(
     return np.array_split(order, num_minibatches)
 
 
-def _stats(minibatches, num_tokens, active_B, use_B, total_len_B) -> dict[str, float]:
+def _stats(
+    minibatches: list[list[MicroBatch]],
+    num_tokens: float,
+    active_B: np.ndarray,
+    use_B: np.ndarray,
+    total_len_B: np.ndarray,
+) -> dict[str, float]:
+    """batch/* of the record."""
     batches = [b for minibatch in minibatches for b in minibatch]
     padded = sum(b.tokens_BT.size for b in batches)
     return {

@@ -1,8 +1,8 @@
-"""Importance corrections from the sparse actor to the dense policy, one small registry.
+"""Importance corrections from the sparse actor to the dense policy, in one registry.
 
-Everything starts from log_ratio = logp_dense_old - logp_sparse of the sampled token, and
-r = exp(log_ratio). A correction gives each token a constant weight for its term of the policy loss;
-0 drops the token (it still counts in the token-mean).
+A correction gives each token a constant weight for its term of the policy loss, computed from
+r = exp(log_ratio), log_ratio = logp_dense_old - logp_sparse of the sampled token. Weight 0 drops
+the token from the loss; it still counts in the token-mean.
 
     none                  1
     token_tis             min(r, cap)                            (arXiv 2606.08446, RL recipe)
@@ -12,21 +12,21 @@ r = exp(log_ratio). A correction gives each token a constant weight for its term
     m2po                  min(r, cap) of the tokens that are kept           (after arXiv 2510.01161)
     jackpot               min(max(r, low), cap) of the accepted tokens      (after arXiv 2602.06107)
 
-How ours differ from the publications, where they do:
+Differences from the publications:
 
-* geometric_rejection only selects (weight 1): its two bounds judge a geometric mean and would be no
-  sensible cap of single tokens. Published bounds are much tighter than our defaults (around 0.99 to
-  1.001).
-* m2po drops the tokens with the largest log_ratio**2, over the whole batch, until the mean of those
-  that remain is at most log(cap)**2: the rms ratio is within a factor cap. The published threshold
-  0.04 is cap = exp(0.2) = 1.2214. Tokens equal to the smallest dropped one go too, so the result
-  does not depend on the order of rows. The weights are capped too: in a long batch one token of any
-  ratio may pass the mean.
-* jackpot is optimal budgeted rejection sampling where only the ratio of the sampled token is known:
-  accept with probability a = min(1, r / lambda), lambda = low, when uniform_BT < a. The weight of
-  an accepted token is r / a = max(r, lambda), so E[accepted * weight] = r: unbiased (up to the cap)
-  with the rejected tokens in the denominator, no normaliser over the vocabulary needed. Low ratios
-  are thinned out instead of down-weighted; larger lambda accepts less.
+* geometric_rejection only selects rows (weight 1): its two bounds judge a geometric mean and would
+  make no sense as a cap of single tokens. Published bounds (around 0.99 to 1.001) are much tighter
+  than the defaults here.
+* m2po drops the tokens with the largest log_ratio**2, over the whole batch, until the mean of the
+  remaining ones is at most log(cap)**2, i.e. the rms ratio is within a factor cap. The published
+  threshold 0.04 is cap = exp(0.2) = 1.2214. Tokens equal to the smallest dropped one are dropped
+  too, so the result does not depend on the order of rows. The weights are also capped, because in a
+  long batch one token of any ratio may remain below the mean.
+* jackpot is optimal budgeted rejection sampling that knows only the ratio of the sampled token:
+  with lambda = low, it accepts a token if uniform_BT < a, where a = min(1, r / lambda). The weight
+  of an accepted token is r / a = max(r, lambda), so E[accepted * weight] = r. This is unbiased up
+  to the cap, with the rejected tokens in the denominator, and needs no normaliser over the
+  vocabulary. Low ratios are thinned out instead of down-weighted; a larger lambda accepts less.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _LOG_LIMIT = 80.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """weight_BT: float32, 0 outside the mask. clipped_BT: bool, weight cut at the cap.
+    """Importance weights of the tokens of a rollout.
 
-    stats: the keys of `summary` under correction/.
+    weight_BT: float32, 0 outside the mask. clipped_BT: bool, True where the cap reduced the weight.
+    stats: `summary` of the weights, its keys under correction/.
     """
 
     weight_BT: np.ndarray
@@ -66,7 +67,7 @@ _Weights = tuple[np.ndarray, np.ndarray]
 
 
 def _capped(log_ratio: np.ndarray, cap: float) -> _Weights:
-    """(min(exp(log_ratio), cap) without overflow, where it was cut)."""
+    """(min(exp(log_ratio), cap) without overflow, True where the cap reduced it)."""
     return np.exp(np.minimum(log_ratio, np.log(cap))), log_ratio > np.log(cap)
 
 
@@ -142,10 +143,10 @@ def correct(
 ) -> Correction:
     """Weights of correction `name`; the formulas are in the docstring of this module.
 
-    log_ratio_BT: logp_dense_old - logp_sparse, in nats; mask_BT: response tokens. uniform_BT, for
-    jackpot: numbers in (0, 1), e.g. noise.position_uniform. logp_sparse_BT: adds prob_gap to stats.
-    Raises ValueError for an unknown name, bounds other than 0 < low <= cap, or a log ratio in
-    the mask that is not finite.
+    log_ratio_BT: logp_dense_old - logp_sparse, in nats. mask_BT: response tokens. uniform_BT: for
+    jackpot, numbers in (0, 1), e.g. noise.position_uniform. logp_sparse_BT: adds prob_gap to stats.
+    Raises ValueError for an unknown name, bounds other than 0 < low <= cap, and a log ratio in the
+    mask that is not finite.
     """
     if name not in CORRECTIONS:
         raise ValueError(f"{name=}: expected one of {tuple(CORRECTIONS)}")
@@ -167,7 +168,7 @@ def correct(
 
 
 def masked_log_ratio(log_ratio_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
-    """float64, 0 outside the mask. Raises ValueError where a response token is not finite."""
+    """log_ratio_BT in float64, 0 outside the mask; ValueError if it is not finite in the mask."""
     log_ratio = np.where(mask_BT, np.asarray(log_ratio_BT, np.float64), 0.0)
     num_bad = int((~np.isfinite(log_ratio)).sum())
     if num_bad:
@@ -186,7 +187,7 @@ def summary(
     clipped_BT: np.ndarray | None = None,
     logp_sparse_BT: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Statistics of the masked tokens (samples of the sparse policy); all 0 if there are none.
+    """Statistics of the tokens in the mask (samples of the sparse policy); all 0 without any.
 
         k1, k3      estimates of KL(sparse || dense): mean(-log r), mean(r - 1 - log r)
         max_ratio   largest r;   alpha_estimate: mean(min(1, r)), unbiased for the mean of alpha
@@ -227,9 +228,10 @@ def by_bin(
     correction: Correction | None = None,
     logp_sparse_BT: np.ndarray | None = None,
 ) -> dict[int, dict[str, float]]:
-    """`summary` of each length bin (of the query that made a token: schedule.token_bins).
+    """`summary` of each length bin that has tokens, by number of the bin.
 
-    Only bins that have tokens; with `correction` its weights are summarised too.
+    The bin of a token is that of the query that produced it (schedule.token_bins). With
+    `correction`, its weights are summarised too.
     """
     mask = np.asarray(mask_BT, bool)
     bin_T = token_bins(np.arange(mask.shape[1]), bin_tokens)

@@ -14,13 +14,14 @@ from common.config import GrpoConfig
 
 STD_EPS = 1e-6
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratio past which the losses follow the tangent of exp: 5e8, still finite when squared."""
+"""Log ratio above which the losses follow the tangent of exp; exp(20) = 5e8 is finite squared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """advantage_B: float32 [B], never NaN. use_B: bool [B], False = not in loss or denominator.
+    """Advantages of the rows of a rollout.
 
+    advantage_B: float32 [B], never NaN. use_B: bool [B], False = in neither loss nor denominator.
     A row of a group without signal has advantage 0 and use_B True: its tokens count in the
     token-mean, as in the paper's loss.
     """
@@ -45,11 +46,12 @@ def advantages(
         divides_by_std  A_i / (std(r) + 1e-6)            std with n - 1; group_mean alone unless
                                                          normalize_std says otherwise
 
-    A NaN reward is missing: the row is not used and is left out of mean and std. Groups with no or
-    one valid reward, or with all rewards equal, get exactly 0 (for `greedy` only if divides_by_std,
-    which needs a spread). overlong, for rows with finished_B False: `keep` their reward, `mask` (as
-    if the reward were missing), `zero` (reward 0 instead).
-    Raises ValueError for unequal lengths, infinite rewards, an absent greedy_reward_B / finished_B.
+    A NaN reward is missing: the row is not used and is left out of mean and std. A group with no or
+    one valid reward, or with all rewards equal, gets exactly 0 (with `greedy` only if
+    divides_by_std, which needs a spread). overlong says what happens to rows with finished_B False:
+    `keep` their reward, `mask` them as if it were missing, or `zero` it.
+    Raises ValueError for unequal lengths, infinite rewards, and where greedy_reward_B or finished_B
+    is needed and absent.
     """
     rewards_B = np.array(rewards_B, np.float64)
     finished_B, greedy_B = _check_rows(rewards_B, group_B, config, greedy_reward_B, finished_B)
@@ -68,8 +70,14 @@ def advantages(
     return Advantages(advantage_B=advantage_B.astype(np.float32), use_B=use_B)
 
 
-def _check_rows(rewards_B, group_B, config, greedy_reward_B, finished_B):
-    """finished_B and greedy_B as full arrays; ValueError if one that is needed is absent."""
+def _check_rows(
+    rewards_B: np.ndarray,
+    group_B: np.ndarray,
+    config: GrpoConfig,
+    greedy_reward_B: np.ndarray | None,
+    finished_B: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(finished_B, greedy_reward_B) as arrays [B]; ValueError as `advantages` describes."""
     num_rows = len(rewards_B)
     if np.isinf(rewards_B).any():
         raise ValueError(

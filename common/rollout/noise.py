@@ -39,7 +39,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def _word(x: Words) -> Words:
-    """Numpy integers of any width become uint32; scalars become Python ints."""
+    """One input as a word: numpy integers of any width become uint32, scalars Python ints."""
     if isinstance(x, np.generic) or (isinstance(x, np.ndarray) and x.ndim == 0):
         return int(x) & _MASK
     if isinstance(x, np.ndarray) and x.dtype != np.uint32:
@@ -50,7 +50,7 @@ def _word(x: Words) -> Words:
 
 
 def _words(*values: Words) -> list[Words]:
-    """Brings all to one kind: Python ints beside uint32 arrays become np.uint32, else they stay."""
+    """Bring all values to one kind: Python ints beside uint32 arrays become np.uint32."""
     words = [_word(x) for x in values]
     if any(str(getattr(x, "dtype", "")) == "uint32" for x in words):
         return [np.uint32(x) if isinstance(x, int) else x for x in words]
@@ -58,6 +58,7 @@ def _words(*values: Words) -> list[Words]:
 
 
 def _rounds(k0: Words, k1: Words, x0: Words, x1: Words, mask: Words) -> tuple[Words, Words]:
+    """The 20 rounds of Threefry on words of one kind."""
     schedule = (k0, k1, k0 ^ k1 ^ _PARITY)
     x0 = (x0 + k0) & mask
     x1 = (x1 + k1) & mask
@@ -92,7 +93,8 @@ def seed_words(seed: int) -> tuple[int, int]:
 def row_key(seed: int, prompt_id: Words, sample: Words) -> tuple[Words, Words]:
     """Key of one response, or of many at once: threefry2x32(seed, (prompt_id, sample)).
 
-    seed: Python int, 64 bit. prompt_id, sample: words of one shape [...]; two of that shape return.
+    seed: Python int, 64 bit. prompt_id, sample: words of one shape [...]. Returns two words of that
+    shape.
     """
     return threefry2x32(seed_words(seed), (prompt_id, sample))
 

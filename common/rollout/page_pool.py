@@ -1,8 +1,13 @@
-"""Who owns which physical page of a paged KV cache: free list and reference counts, on the host.
+"""Owners of the physical pages of a paged KV cache: free list and reference counts, on the host.
 
-Pages are handed out at admission for the whole length a row may reach, so a running row never waits
-for memory. Full prompt pages are shared by the samples of a group (counted references); the
-part-filled last prompt page is copied to each of them. Page 0 is the null page, owned by nobody.
+A row gets pages for the whole length that it may reach when it is admitted, so a running row never
+waits for memory. The samples of a group share the full pages of their prompt by counted references;
+each of them gets a copy of the last page if that is only part-filled. Page 0 is the null page and
+has no owner.
+
+    prompt of 11 tokens, pages of 4:   | 1: full | 2: full | 3: 3 of 4 |
+    page table of sample 0             |    1    |    2    | 4: copy of 3 | 5 | ...
+    page table of sample 1             |    1    |    2    | 7: copy of 3 | 8 | ...
 """
 
 from __future__ import annotations
@@ -35,13 +40,13 @@ class PagePool:
         return pages
 
     def share(self, pages: list[int]) -> None:
-        """One more owner for each of `pages`."""
+        """Add one owner to each of `pages`."""
         for page in pages:
             assert self._references[page] > 0, f"{page=} is free"
             self._references[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """One owner less; pages without owner are free again."""
+        """Remove one owner from each of `pages`; a page without owner is free again."""
         for page in pages:
             assert self._references[page] > 0, f"{page=} is free"
             self._references[page] -= 1
@@ -50,5 +55,5 @@ class PagePool:
 
 
 def pages_for(num_tokens: Any, page_size: int) -> Any:
-    """Pages that hold num_tokens tokens; an integer, or an integer array of any shape."""
+    """Number of pages that hold num_tokens tokens: an integer, or an integer array of any shape."""
     return -(-num_tokens // page_size)
