@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from common.config import Config, ModelConfig
+from common.config import Config
+from common.model.geometry import Geometry
 from common.schedule.schedule import Schedule
 from common.types import Overlap, Prompt, Replay, Rollout, Scored, TrainBatch, UpdateResult
 
@@ -98,7 +99,7 @@ class Scorer(Protocol):
 class ScorerModule(Protocol):
     """The module backend.py of a backend package, as far as it serves passes without training."""
 
-    def build_scorer(self, config: Config) -> tuple[Scorer, ModelConfig, str]:
+    def build_scorer(self, config: Config) -> tuple[Scorer, Geometry, str]:
         """A scorer with the weights of model.path, its geometry, and one line on where it runs."""
         ...
 
@@ -153,5 +154,5 @@ class Backend:
     open_checkpoints: Callable[[Path], Checkpointer]
     save_model: Callable[[Path], None]
     export_weights: Callable[[Any], Mapping[str, Any]]
-    geometry: ModelConfig
+    geometry: Geometry
     description: Mapping[str, str]

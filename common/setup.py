@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import Config, ModelConfig
+from common.config import Config
 from common.errors import UserError
 from common.model import hf_config
+from common.model.geometry import Geometry
 from common.protocols import Backend, RolloutEngine, Scorer, ScorerModule
 from common.records import json_checks
 from common.records.run_dir import RunDir, atomic_write_text
@@ -89,7 +90,7 @@ def build_backend(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -
     )
 
 
-def build_scorer(config: Config) -> tuple[Scorer, ModelConfig, str]:
+def build_scorer(config: Config) -> tuple[Scorer, Geometry, str]:
     """A scorer of the engine's framework, without engine or learner; see ScorerModule."""
     module: ScorerModule = importlib.import_module(f"{engine_package(config)}.backend")
     return module.build_scorer(config)

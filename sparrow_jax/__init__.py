@@ -1,4 +1,4 @@
-"""The JAX backend: engine, scorer and learner on TPU, CPU or CUDA. `build` is the way in."""
+"""The JAX backend: engine, scorer and learner on TPU, CPU or CUDA; `build` makes them."""
 
 from sparrow_jax.backend import build
 

@@ -1,4 +1,4 @@
-"""Wire the parts of the JAX backend for one configuration."""
+"""Builds the parts of the JAX backend for one configuration."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from common.config import Config, ModelConfig
+from common.config import Config
 from common.errors import UserError
+from common.model.geometry import Geometry
 from common.protocols import Backend
 from kernels_pallas.ops import Ops, resolve
 from kernels_pallas.sparse_decode import MIN_LINES
 from kernels_pallas.tuning import LANES
-from sparrow_jax import hf, sharding
+from sparrow_jax import hf, placement
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
-from sparrow_jax.learner import JaxLearner
+from sparrow_jax.learner import Learner
 from sparrow_jax.model import Decoder
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.placement import Placement
+from sparrow_jax.scorer import Scorer
+from sparrow_jax.toy.random_init import random_decoder
 
 
 def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backend:
-    """Engine, scorer and learner with the same weights, version 0 already pushed.
+    """Engine, scorer and learner, all with the same weights under version 0.
 
-    vocab_size: tokens the task uses; a from-scratch model takes max(it, model.vocab_size), a loaded
-    one must have at least as many.
+    vocab_size: number of tokens of the task. A model from scratch gets max(vocab_size,
+    model.vocab_size) tokens; a loaded one must have at least vocab_size.
     """
     geometry, graph, params = init_model(config, vocab_size)
     dtype = compute_dtype(config.learner.dtype)
     engine = Engine(graph, geometry, config.rollout, stop_ids, dtype)
-    scorer, reference = JaxScorer(graph, config, dtype), JaxScorer(graph, config, dtype)
-    learner = JaxLearner(graph, params, config, dtype)
+    scorer, reference = Scorer(graph, config, dtype), Scorer(graph, config, dtype)
+    learner = Learner(graph, params, config, dtype)
     for part in (engine, scorer):
         part.load_weights(learner.params, 0)
     if config.grpo.kl_coef > 0:
@@ -53,7 +55,8 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
             path,
             geometry,
             learner.params,
-            extra={} if geometry.path else new_entries(config, stop_ids),
+            extra={} if config.model.path else new_entries(config, stop_ids),
+            source=config.model.path,
         ),
         export_weights=export_weights,
         geometry=geometry,
@@ -67,18 +70,17 @@ def build(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -> Backen
 
 
 def new_entries(config: Config, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Context and stop tokens in config.json of a model from scratch: those of its run."""
+    """Context length and stop tokens of its run, for config.json of a model from scratch."""
     context = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     return {"eos_token_id": list(stop_ids), "max_position_embeddings": max(32768, context)}
 
 
-def build_scorer(config: Config) -> tuple[JaxScorer, ModelConfig, str]:
-    """A scorer without a learner: (scorer with the weights of model.path, geometry, where)."""
+def build_scorer(config: Config) -> tuple[Scorer, Geometry, str]:
+    """(A scorer with the weights of model.path, its geometry, one line on where it runs)."""
     geometry, graph, params = init_model(config, 1)
     dtype = compute_dtype(config.learner.dtype)
-    scorer = JaxScorer(graph, config, dtype)
-    params = sharding.shard_params(params, sharding.make_mesh(config.learner.mesh))
-    scorer.load_weights(params, 0)
+    scorer = Scorer(graph, config, dtype)
+    scorer.load_weights(Placement.on_devices(config.learner.mesh).put_weights(params), 0)
     device = jax.devices()[0]
     num = math.prod(config.learner.mesh)
     where = f"jax {jax.__version__} on {device.platform}, {num} device{'s' * (num > 1)}"
@@ -86,13 +88,15 @@ def build_scorer(config: Config) -> tuple[JaxScorer, ModelConfig, str]:
 
 
 def export_weights(params: nnx.State) -> dict[str, Any]:
-    """Weights by name ("layers.q_LDNH"); numpy arrays where they lie on several devices."""
-    one = lambda x: len(x.sharding.device_set) == 1  # noqa: E731
-    return {name: x if one(x) else np.asarray(x) for name, x in hf.flat_weights(params).items()}
+    """Weights by name ("layers.q_LDNH"); those that lie on several devices as numpy arrays."""
+    return {name: placement.on_one_device(x) for name, x in hf.flat_weights(params).items()}
 
 
-def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:
-    """Geometry, graph and float32 weights: from the HF directory, or drawn from model.init_seed."""
+def init_model(config: Config, vocab_size: int) -> tuple[Geometry, nnx.GraphDef, nnx.State]:
+    """Geometry, graph and float32 weights, from the directory model.path or from a random start.
+
+    Raises: UserError if the model in the directory has fewer than vocab_size tokens.
+    """
     if config.model.path:
         geometry, params = hf.load(Path(config.model.path))
         if geometry.vocab_size < vocab_size:
@@ -104,17 +108,17 @@ def init_model(config: Config, vocab_size: int) -> tuple[ModelConfig, nnx.GraphD
         graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(geometry, ops=ops)))
         return geometry, graph, params
     size = max(vocab_size, config.model.vocab_size)
-    geometry = dataclasses.replace(config.model, vocab_size=size)
-    rng = np.random.default_rng(config.model.init_seed)
-    graph, params = nnx.split(Decoder(geometry, rng, ops=_ops(config, geometry)))
-    return geometry, graph, params
+    model = dataclasses.replace(config.model, vocab_size=size)
+    geometry = Geometry.from_config(model)
+    return geometry, *random_decoder(model, ops=_ops(config, geometry))
 
 
-def _ops(config: Config, geometry: ModelConfig) -> Ops:
-    """Kernels or references for this device, model and mesh; UserError for what cannot run.
+def _ops(config: Config, geometry: Geometry) -> Ops:
+    """Kernels or references for this device, model and mesh.
 
-    "kernel" is a demand on the rollout engine. A learner beside an engine of another framework, of
-    whose kernels it has none, takes what it can ("auto").
+    attention="kernel" is a demand on the rollout engine. If the engine belongs to another
+    framework, whose kernels the learner cannot use, the learner takes "auto".
+    Raises: UserError if the configured kernels cannot run here.
     """
     where = jax.devices()[0].platform, math.prod(config.learner.mesh)
     foreign = config.rollout.engine != "jax" and config.attention == "kernel"
@@ -129,9 +133,9 @@ def _ops(config: Config, geometry: ModelConfig) -> Ops:
 
 
 def check_page(page_size: int, head_dim: int) -> None:
-    """UserError for pages that the Pallas kernels cannot read.
+    """Raise UserError for a page size that the Pallas kernels cannot read.
 
-    Decode copies keys and values of a page as whole tiles of HBM; replay cuts its blocks of keys,
+    Decode copies keys and values of a page as whole tiles of HBM. Replay cuts its blocks of keys,
     which are powers of 2 of at least 128 tokens, into whole pages.
     """
     least = MIN_LINES * LANES // head_dim
@@ -142,8 +146,8 @@ def check_page(page_size: int, head_dim: int) -> None:
         )
 
 
-def compute_dtype(name: str):
-    """'auto' is bfloat16 where the device computes in it, float32 on CPU."""
+def compute_dtype(name: str) -> jnp.dtype:
+    """The type that passes compute in; "auto" is bfloat16 on an accelerator, float32 on a CPU."""
     if name == "auto":
         name = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
     return jnp.dtype(name)

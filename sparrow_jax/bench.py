@@ -1,9 +1,9 @@
-"""`sparrow bench decode`: one decode step, dense against sparse, with the bytes each has to read.
+"""`sparrow bench decode`: one decode step, dense and sparse, with the bytes that each has to read.
 
-Qwen3-0.6B layer geometry, 8 sequences, pages of 16 tokens, as many of them as the published
-schedule qwen3-1.7b-0.86 reads at the context in question: 256 at 32K tokens, 224 at 16K, 128 at 8K.
-All ratios are measured in one run on one machine, against two dense paths: the engine's own, paged,
-and one over a contiguous cache, which no paged engine has.
+Layers as in Qwen3-0.6B, 8 sequences, pages of 16 tokens. The sparse step reads as many pages as the
+published schedule qwen3-1.7b-0.86 has at that context: 256 at 32K tokens, 224 at 16K, 128 at 8K.
+All ratios are measured in one run on one machine. There are two dense paths: that of the engine,
+over pages, and one over a contiguous cache, which no paged engine has.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from jax import lax
 
 from common.config import ModelConfig
 from common.errors import UserError
+from common.model.geometry import Geometry
 from common.schedule import presets
 from common.schedule import schedule as schedules
 from kernels_pallas import reference as ops
 from kernels_pallas.layout import logical_pages
 from sparrow_jax import cache as kv_cache
-from sparrow_jax.model import Decoder
+from sparrow_jax.toy.random_init import random_decoder
 
 QWEN3_06B = ModelConfig(
-    vocab_size=8192,  # the head is not what is measured here; the real one has 151,936 rows
+    vocab_size=8192,  # the real one has 151,936 rows, but the head is not measured here
     num_layers=2,
     hidden_size=1024,
     intermediate_size=3072,
@@ -44,7 +45,7 @@ QWEN3_06B = ModelConfig(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is measured; selected counts the reserved pages."""
+    """What is measured; `selected` includes the reserved pages."""
 
     batch: int = 8
     context: int = 32768
@@ -55,13 +56,13 @@ class Shape:
 
 SCHEDULE = "qwen3-1.7b-0.86"
 CHUNK = 4096
-"""Tokens that the contiguous path reads at a time; a context is a multiple of it."""
+"""Tokens that the contiguous path reads at a time; the context must be a multiple of it."""
 
 
 def main(context: int = Shape.context) -> dict[str, Any]:
-    """Run at `context` cached tokens per sequence and print; the numbers.
+    """Measure with `context` cached tokens per sequence, print, and return the numbers.
 
-    UserError for a context that the paths cannot share.
+    Raises: UserError if not all paths can run with this context.
     """
     if context < CHUNK or context > 131072 or context % CHUNK:
         raise UserError(f"--context={context}: expected a multiple of {CHUNK} up to 131072")
@@ -73,8 +74,9 @@ def main(context: int = Shape.context) -> dict[str, Any]:
     return run(QWEN3_06B, Shape(context=context, selected=selected), print)
 
 
-def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]:
-    """All measurements as a flat dictionary; one line each through `say`."""
+def run(model: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, Any]:
+    """All measurements as a flat dictionary; `say` gets a line of text for each."""
+    g = Geometry.from_config(model)
     device = jax.devices()[0]
     say(f"{device.platform} ({device.device_kind}), jax {jax.__version__}, {shape}")
     copy = copy_bandwidth()
@@ -84,12 +86,12 @@ def run(g: ModelConfig, shape: Shape, say: Callable[[str], None]) -> dict[str, A
     result: dict[str, Any] = {"copy_gb_per_s": copy, "device": device.device_kind}
     result |= dataclasses.asdict(shape)
     result |= _attention(g, shape, cache, table, length_B, copy, say)
-    result |= _step(g, shape, cache, table, length_B - 1, say)
+    result |= _step(model, shape, cache, table, length_B - 1, say)
     return result
 
 
 def copy_bandwidth() -> float:
-    """GB/s read plus written in place over 256 MiB (past any cache)."""
+    """GB/s, read plus written, of an update in place of 256 MiB, more than any cache holds."""
     update = jax.jit(lambda a: a + 1, donate_argnums=0)
     x = update(jnp.zeros(2**26, jnp.float32))
     times = []
@@ -100,8 +102,8 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / float(np.median(times)) / 1e9
 
 
-def filled_cache(g: ModelConfig, shape: Shape):
-    """Page table in shuffled order and a cache of normal keys and values, made block by block."""
+def filled_cache(g: Geometry, shape: Shape) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """A page table in shuffled order, and a cache of normal keys and values, filled in blocks."""
     rng = np.random.default_rng(0)
     pages = shape.batch * (shape.context // shape.page)
     table = 1 + rng.permutation(pages).reshape(shape.batch, -1).astype(np.int32)
@@ -110,7 +112,7 @@ def filled_cache(g: ModelConfig, shape: Shape):
     block = rng.standard_normal((1, g.num_kv_heads, width, 2, shape.page, g.head_dim), np.float32)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def write(kv, marks, block, layer, page):
+    def write(kv, marks, block, layer, page) -> tuple[jax.Array, jax.Array]:
         block = jnp.roll(block, page % 97, 2)
         stored = block.reshape(*block.shape[:3], *kv.shape[3:])
         kv = lax.dynamic_update_slice(kv, stored, (layer, 0, page, 0, 0))
@@ -120,12 +122,12 @@ def filled_cache(g: ModelConfig, shape: Shape):
     for layer in range(g.num_layers):
         for page in range(1, pages + 1, width):
             kv, marks = write(kv, marks, block, layer, min(page, pages + 1 - width))
-            jax.block_until_ready(kv)  # else the temporaries of all calls are held at once
+            jax.block_until_ready(kv)  # so that the temporaries of only one call exist at a time
     return jnp.asarray(table), (kv, marks)
 
 
 def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
-    """Decode attention of one layer: two dense paths, and select + attend."""
+    """Measure decode attention of one layer: both dense paths, and selection plus attention."""
     q = jax.random.normal(jax.random.key(1), (shape.batch, 1, g.num_heads, g.head_dim))
     pages_B = length_B // shape.page
     k_B = jnp.full(shape.batch, shape.selected - ops.NUM_RESERVED, jnp.int32)
@@ -133,14 +135,14 @@ def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
     select = functools.partial(ops.select_pages, max_selected=shape.selected)
     listed_B = jnp.full(shape.batch, shape.selected * shape.page, jnp.int32)
 
-    def select_only(q, kv, marks):
+    def select_only(q, kv, marks) -> tuple[jax.Array, jax.Array]:
         return select(q[:, 0], marks, 0, table, pages_B, k_B)
 
-    def sparse(q, kv, marks):
+    def sparse(q, kv, marks) -> tuple[jax.Array, jax.Array]:
         ids, _ = select_only(q, kv, marks)
         return ops.sparse_decode(q, kv, 0, ids, listed_B - 1, listed_B)
 
-    def dense(q, kv, marks):
+    def dense(q, kv, marks) -> tuple[jax.Array, jax.Array]:
         return ops.sparse_decode(q, kv, 0, table, length_B - 1, length_B)
 
     per_token = 2 * g.num_kv_heads * g.head_dim * 4
@@ -179,19 +181,19 @@ def _attention(g, shape, cache, table, length_B, copy, say) -> dict[str, Any]:
     return out
 
 
-def _contiguous(shape: Shape):
-    """Dense decode that ignores the page table: each (sequence, head) is one slice of the pool."""
+def _contiguous(shape: Shape) -> Callable[..., jax.Array]:
+    """Dense decode without a page table: each (sequence, head) reads one slice of the pool."""
 
-    def attention(q, kv, marks):
+    def attention(q, kv, marks) -> jax.Array:
         B, K, H = shape.batch, kv.shape[1], q.shape[3]
         kv = logical_pages(kv, H)
         chunk = CHUNK // shape.page
         per_row = shape.context // shape.page
 
-        def one(x):
+        def one(x) -> jax.Array:
             q, row = x
 
-            def body(j, state):
+            def body(j, state) -> tuple[jax.Array, jax.Array, jax.Array]:
                 start = (0, row % K, 1 + row // K * per_row + j * chunk, 0, 0, 0)
                 block = lax.dynamic_slice(kv, start, (1, 1, chunk, 2, shape.page, H))[0, 0]
                 return _online_softmax(state, q, block[:, 0], block[:, 1])
@@ -206,8 +208,8 @@ def _contiguous(shape: Shape):
     return attention
 
 
-def _online_softmax(state, q_RH, keys_PCH, values_PCH):
-    """The state (max, denominator, weighted sum) after further pages, all of them visible."""
+def _online_softmax(state, q_RH, keys_PCH, values_PCH) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The state (max, denominator, weighted sum) after some more pages, all of them visible."""
     m, denom, acc = state
     H = q_RH.shape[1]
     s = q_RH @ keys_PCH.reshape(-1, H).T * H**-0.5
@@ -217,20 +219,20 @@ def _online_softmax(state, q_RH, keys_PCH, values_PCH):
     return new, denom * scale + p.sum(-1), acc
 
 
-def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
-    """A whole decode step through the model, in place: time, compiled memory, compilations."""
-    graph, params = nnx.split(Decoder(g, np.random.default_rng(0)))
+def _step(model, shape, cache, table, cached_B, say) -> dict[str, Any]:
+    """Measure a decode step of the whole model, in place: time, compiled memory, compilations."""
+    graph, params = random_decoder(model)
     token, one = jnp.ones((shape.batch, 1), jnp.int32), jnp.ones(shape.batch, jnp.int32)
     k_B = jnp.full(shape.batch, shape.selected - ops.NUM_RESERVED, jnp.int32)
     num_traces = 0
 
     @functools.partial(jax.jit, static_argnames="sparse", donate_argnums=0)
-    def step(cache, params, cached_B, k_B, sparse):
+    def step(cache, params, cached_B, k_B, sparse) -> Any:
         nonlocal num_traces
         num_traces += 1
         budget = {"k_B": k_B, "max_selected": shape.selected, "num_dense": 0} if sparse else {}
-        model = nnx.merge(graph, params)
-        return model.extend(cache, token, cached_B, one, table, dtype=jnp.float32, **budget)
+        decoder = nnx.merge(graph, params)
+        return decoder.extend(cache, token, cached_B, one, table, dtype=jnp.float32, **budget)
 
     needed = sum(x.nbytes for x in (*jax.tree.leaves(params), *cache))
     out: dict[str, Any] = {"weights_and_cache_bytes": needed}
@@ -240,14 +242,14 @@ def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
         extra = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         times = []
         for i in range(shape.repeats + 1):
-            start = time.perf_counter()  # other lengths and budgets every time: data, not shapes
+            start = time.perf_counter()  # lengths and budgets change every time: they are data
             cache, hidden = step(cache, params, cached_B - i, k_B - i, sparse)
             jax.block_until_ready((cache, hidden))
             times.append(time.perf_counter() - start)
         out |= {f"step_{name}_ms": float(np.median(times[1:])) * 1e3}
         out |= {f"step_{name}_memory": (needed + extra) / needed}
         say(
-            f"whole step, {g.num_layers} layer(s), {name:6}: {out[f'step_{name}_ms']:8.1f} ms, "
+            f"whole step, {model.num_layers} layer(s), {name:6}: {out[f'step_{name}_ms']:8.1f} ms, "
             f"compiled memory {out[f'step_{name}_memory']:.3f}x of weights + cache"
         )
     unit = 1 if sys.platform == "darwin" else 1024
@@ -262,9 +264,10 @@ def _step(g, shape, cache, table, cached_B, say) -> dict[str, Any]:
 
 
 def _interleaved_seconds(functions, args, repeats: int) -> dict[str, float]:
-    """Median wall time of each, called in turns: a busy machine then slows all alike.
+    """Median wall time of each function.
 
-    The first call of each (compilation) is left out.
+    The functions are called in turn, so that a busy machine slows all of them alike. The first call
+    of each, which compiles it, does not count.
     """
     compiled = {name: jax.jit(f) for name, f in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}

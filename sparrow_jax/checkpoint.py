@@ -1,13 +1,13 @@
-"""Checkpoints that a kill at any moment cannot harm, and that notice when a disk did.
+"""Checkpoints that survive a kill at any moment and detect damage on the disk.
 
-<directory>/step_00000012/   complete; appears by one rename, the last act of a save
+<directory>/step_00000012/   complete; it gets this name by a rename at the very end of a save
     arrays/                  weights and optimizer state (Orbax)
     manifest.json            step, `extra`, shapes of the arrays, size and CRC-32 of each file
-<directory>/tmp_*            being written or being deleted; removed at the next start
-<directory>/replaced_*       a step being saved again; put back if a kill fell there
-<directory>/damaged_*        set aside by `restore`, which said why
+<directory>/tmp_*            being written or deleted; removed at the next start
+<directory>/replaced_*       the old version while a step is saved again; put back after a kill
+<directory>/damaged_*        set aside by `restore`, which printed why
 
-A checkpoint is of no mesh: whatever devices wrote it, `restore` places every array as the learner
+A checkpoint does not depend on the mesh that wrote it: `restore` places every array as the learner
 has placed its own.
 """
 
@@ -35,7 +35,7 @@ _MANIFEST = "manifest.json"
 
 
 class Stateful(Protocol):
-    """What is saved: a learner with its weights and optimizer state as a tree of jax arrays."""
+    """What can be saved: anything with its state as a tree of jax arrays."""
 
     def state_dict(self) -> Any: ...
 
@@ -43,10 +43,10 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run; see common/protocols.py, class Checkpointer.
+    """The checkpoints of one run: Checkpointer of common/protocols.py.
 
-    One process uses a directory at a time (the run's lock sees to it). keep: complete checkpoints
-    that stay, the newest ones.
+    Only one process at a time may use a directory, which the lock of the run ensures. The newest
+    `keep` complete checkpoints are kept.
     """
 
     def __init__(self, directory: str | Path, learner: Stateful, keep: int):
@@ -59,8 +59,8 @@ class Checkpoints:
         self._orbax = ocp.PyTreeCheckpointer()
 
     def save(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Write the learner's state and `extra` (JSON) as checkpoint `step`, then prune."""
-        json.dumps(extra)  # refuse what is no JSON before anything is written
+        """Write the learner's state and `extra` (JSON) as checkpoint `step`; delete old ones."""
+        json.dumps(extra)  # raises before anything is written if `extra` is not JSON
         final = self._directory / f"step_{step:08d}"
         temporary = self._directory / f"tmp_{final.name}"
         _remove(temporary)
@@ -78,11 +78,12 @@ class Checkpoints:
             self._delete(old)
 
     def restore(self) -> dict[str, Any] | None:
-        """Load the newest sound checkpoint into the learner; its `extra`, or None if there is none.
+        """Load the newest sound checkpoint into the learner and return its `extra`.
 
-        Each damaged one is renamed to damaged_step_* with a warning on stderr. UserError if none
-        but damaged ones are left (going on would silently start anew), and if a checkpoint is
-        sound but of another model or format.
+        Returns None if there is no checkpoint. A damaged one is renamed to damaged_step_* with a
+        warning on stderr.
+        Raises: UserError if all checkpoints are damaged, because going on would silently start
+        anew, and if a sound checkpoint belongs to another model or has another format.
         """
         for folder in reversed(self._complete()):
             try:
@@ -102,10 +103,11 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
+        """Release what Orbax holds."""
         self._orbax.close()
 
     def _read_state(self, folder: Path, manifest: Mapping[str, Any]) -> Any:
-        """The arrays of a verified checkpoint, as a tree like the learner's and placed like it."""
+        """The arrays of a verified checkpoint, in a tree and placed like those of the learner."""
         tree = self._learner.state_dict()
         arrays = _named_arrays(tree)
         _refuse_other_model(folder, manifest["arrays"], _described(arrays))
@@ -128,6 +130,7 @@ class Checkpoints:
         return sorted(found, key=lambda p: int(p.name[5:]))
 
     def _set_aside(self, folder: Path, damage: _Damaged) -> None:
+        """Rename a damaged checkpoint and warn on stderr."""
         target = self._directory / f"damaged_{folder.name}"
         number = 1
         while target.exists():
@@ -141,7 +144,7 @@ class Checkpoints:
         )
 
     def _tidy(self) -> None:
-        """Remove what earlier saves and deletions left, and undo a replacement that was cut off."""
+        """Remove remains of earlier saves and deletions, and undo an interrupted replacement."""
         for old in self._directory.glob("replaced_step_*"):
             final = self._directory / old.name.removeprefix("replaced_")
             if final.exists():
@@ -152,7 +155,7 @@ class Checkpoints:
             _remove(left)
 
     def _delete(self, folder: Path) -> None:
-        """Rename first: a deletion cut off half-way must not look like a damaged checkpoint."""
+        """Delete a checkpoint; renamed first, so that half of it cannot look like a damaged one."""
         doomed = self._directory / f"tmp_{folder.name}"
         _remove(doomed)
         os.rename(folder, doomed)
@@ -160,7 +163,7 @@ class Checkpoints:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all in it, a file, or a link without what it points to; nothing if absent."""
+    """Delete a folder and its content, a file, or a link (not its target), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -172,7 +175,7 @@ class _Damaged(Exception):
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:
-    """Leaves by their path, e.g. params.layers.q_LDNH; in the order of the tree."""
+    """Leaves by path ("params.layers.q_LDNH"), in the order of the tree."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
     assert len(named) == len(leaves)
@@ -180,10 +183,12 @@ def _named_arrays(tree: Any) -> dict[str, jax.Array]:
 
 
 def _described(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Type and shape of each array, as text."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
 
 
 def _refuse_other_model(folder: Path, saved: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raise UserError if names, types or shapes differ."""
     for name in sorted({*ours, *saved}, reverse=True):  # params before opt_state
         if saved.get(name) != ours.get(name):
             raise UserError(
@@ -195,6 +200,7 @@ def _refuse_other_model(folder: Path, saved: Mapping[str, str], ours: Mapping[st
 def _write_manifest(
     folder: Path, step: int, arrays: Mapping[str, jax.Array], extra: Mapping[str, Any]
 ) -> None:
+    """Write manifest.json: sizes and checksums of all other files, and its own checksum."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:
         sums = list(pool.map(_crc32, paths))
@@ -215,7 +221,10 @@ def _write_manifest(
 
 
 def _verified_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, after every byte of the checkpoint has been compared with it."""
+    """The manifest, after all files of the checkpoint have been compared with it.
+
+    Raises: _Damaged if one differs; UserError if the checkpoint has another format.
+    """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="ascii"))
         expected = manifest.pop("crc32")
@@ -223,9 +232,9 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise _Damaged(f"{_MANIFEST} cannot be read ({error.strerror})") from error
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise _Damaged(f"{_MANIFEST} is not what was written") from error
+        raise _Damaged(f"{_MANIFEST} differs from what was written") from error
     if found != expected:
-        raise _Damaged(f"{_MANIFEST} is not what was written (checksum differs)")
+        raise _Damaged(f"{_MANIFEST} differs from what was written (checksum)")
     if manifest.get("format") != _FORMAT:
         raise UserError(
             f"{folder}: has format {str(manifest.get('format'))[:40]}, expected {_FORMAT}; "
@@ -272,6 +281,7 @@ def _fault(path: Path, name: str, bytes: int, crc32: int) -> str | None:
 
 
 def _sync_tree(folder: Path) -> None:
+    """Force a folder and everything in it to the disk."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(_sync, [*folder.rglob("*"), folder]))
 

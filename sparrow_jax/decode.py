@@ -1,26 +1,91 @@
 """The device programs of the engine: prefill a chunk, fork samples, decode a chunk.
 
-Shapes depend on the engine's settings only, so each is compiled once however sequences grow. The
-cache is donated: it is updated in place.
+`Programs` holds the arrays and calls the compiled functions below it. Their shapes depend on the
+engine's settings only, so each is compiled once, however sequences grow. The cache is donated to
+them and updated in place:
+
+    prefill  prompt tokens ---> pages of the cache, prompt_hidden (last hidden state of a prompt)
+    fork     prompt_hidden ---> hidden_SD of a slot; copies the partly filled last page
+    decode   hidden_SD -> logits -> token -> model.extend -> cache, hidden_SD   (repeated)
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
+from common.config import RolloutConfig
+from common.rollout.device import PREFILL_ROWS, DecodeResult, Decoding, Fork
+from sparrow_jax.model import Cache
 from sparrow_jax.sampling import sample
+
+
+class Programs:
+    """Device of common/rollout/device.py for one generate call."""
+
+    def __init__(
+        self, params: Any, cache: Cache, *, graph: nnx.GraphDef, dtype: Any, width: int,
+        config: RolloutConfig, stop_ids: Sequence[int], keep_cache: Callable[[Cache], None],
+    ):  # fmt: skip
+        """width: of the hidden states. keep_cache: gets the cache when the call is over."""
+        self.params, self.cache, self.config = params, cache, config
+        self.stop_ids, self.keep_cache = tuple(stop_ids), keep_cache
+        self.hidden_SD = jnp.zeros((config.num_slots, width), dtype)
+        self.prompt_hidden = jnp.zeros((PREFILL_ROWS, width), dtype)
+        self._static = {"graph": graph, "dtype": dtype}
+
+    def prefill(self, tokens_BT, start_B, num_new_B, page_table_BP) -> None:
+        """Dense pass over the next tokens of up to PREFILL_ROWS prompts."""
+        self.cache, self.prompt_hidden = prefill(
+            self.params, self.cache, tokens_BT, start_B, num_new_B, page_table_BP,
+            self.prompt_hidden, **self._static,
+        )  # fmt: skip
+
+    def fork(self, starts: Sequence[Fork]) -> None:
+        """Start samples of the prompts that were prefilled last."""
+        table = np.zeros((4, self.config.num_slots), np.int32)
+        table[:, : len(starts)] = np.array(starts, np.int32).T
+        self.cache, self.hidden_SD = fork(
+            self.cache, self.hidden_SD, self.prompt_hidden, source_F=table[0], slot_F=table[1],
+            page_from_F=table[2], page_to_F=table[3], count=len(starts),
+        )  # fmt: skip
+
+    def decode(self, d: Decoding) -> DecodeResult:
+        """Sample up to config.decode_chunk tokens in every active slot."""
+        out = decode(
+            self.params, self.cache, self.hidden_SD, d.active_S, d.cached_S, d.limit_S, d.key_S,
+            d.page_table_SP, d.budgets, np.int32(d.bin_tokens), np.float32(d.temperature or 1.0),
+            np.float32(d.top_p), num_tokens=self.config.decode_chunk, stop_ids=self.stop_ids,
+            max_selected=d.max_selected, num_dense=self.config.num_dense_layers,
+            greedy=d.temperature == 0, nucleus=d.top_p < 1, **self._static,
+        )  # fmt: skip
+        self.cache, self.hidden_SD = out[:2]
+        active_S, cached_S, tokens_ST, logp_ST, num_sampled_S = jax.device_get(out[2:])
+        return DecodeResult(
+            active_S=active_S, cached_S=cached_S, tokens_ST=tokens_ST, logp_ST=logp_ST,
+            num_sampled_S=num_sampled_S,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the call and give the cache back."""
+        self.keep_cache(self.cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype"), donate_argnames=("cache",))
 def prefill(
     params, cache, tokens_BT, start_B, num_new_B, page_table_BP, hidden_BD, *, graph, dtype
-):
-    """Dense pass over the next tokens of some prompts; (cache, state of the newest token)."""
+) -> tuple[Cache, jax.Array]:
+    """Dense pass over the next tokens of some prompts.
+
+    Returns (cache, hidden_BD with the hidden state of the newest token of each row that has one).
+    """
     model = nnx.merge(graph, params)
     cache, hidden_BTD = model.extend(
         cache, tokens_BT, start_B, num_new_B, page_table_BP, dtype=dtype
@@ -31,14 +96,16 @@ def prefill(
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "hidden_SD"))
-def fork(cache, hidden_SD, prompt_hidden_BD, source_F, slot_F, page_from_F, page_to_F, count):
-    """Start `count` samples: copy each one's part-filled prompt page and last hidden state.
+def fork(
+    cache, hidden_SD, prompt_hidden_BD, source_F, slot_F, page_from_F, page_to_F, count
+) -> tuple[Cache, jax.Array]:
+    """Start `count` samples: copy the prompt's last hidden state and partly filled page to each.
 
     Entry i puts prompt_hidden_BD[source_F[i]] into slot slot_F[i] and copies page page_from_F[i] to
-    page_to_F[i] (0 to 0 where the prompt ends on a page boundary).
+    page_to_F[i] (0 to 0 if the prompt ends on a page boundary). Returns (cache, hidden_SD).
     """
 
-    def one(i, state):
+    def one(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         kv, hidden = state
         page = lax.dynamic_slice_in_dim(kv, page_from_F[i], 1, 2)
         kv = lax.dynamic_update_slice_in_dim(kv, page, page_to_F[i], 2)
@@ -65,27 +132,27 @@ def decode(
     params, cache, hidden_SD, active_S, cached_S, limit_S, key_S, page_table_SP, budgets,
     bin_tokens, temperature, top_p, *, graph, dtype, num_tokens, stop_ids, max_selected, num_dense,
     greedy, nucleus,
-):  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """Sample up to num_tokens tokens in every active slot.
 
-    A step draws a token from hidden_SD, then runs it through the model at position cached_S. A row
-    stops at a stop id or when it has limit_S tokens. max_selected = 0 decodes densely; otherwise
-    the row's budget is budgets[min(position // bin_tokens, last)].
+    A step samples a token from hidden_SD, then runs it through the model at position cached_S. A
+    row stops at a stop id, or when it has limit_S tokens. max_selected = 0 decodes densely;
+    otherwise budget_at gives the budget of the row.
     Returns (cache, hidden_SD, active_S, cached_S, tokens [S, num_tokens], logp [S, num_tokens],
-    number of tokens drawn per slot).
+    number of sampled tokens [S]).
     """
     model = nnx.merge(graph, params)
     head_VD = model.head(dtype)
 
-    def step(state):
-        i, cache, hidden, active, cached, tokens, logps, drawn = state
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, cache, hidden, active, cached, tokens, logps, num_sampled = state
         logits = jnp.einsum("sd,vd->sv", hidden, head_VD, preferred_element_type=jnp.float32)
         token, logp = sample(
             logits, key_S, cached, temperature, top_p, greedy=greedy, nucleus=nucleus
         )
         tokens = tokens.at[:, i].set(jnp.where(active, token, 0))
         logps = logps.at[:, i].set(jnp.where(active, logp, 0))
-        drawn = drawn + active
+        num_sampled = num_sampled + active
         stop = functools.reduce(
             jnp.logical_or, [token == s for s in stop_ids], cached + 1 >= limit_S
         )
@@ -97,7 +164,7 @@ def decode(
             dtype=dtype, num_dense=num_dense, **sparse,
         )  # fmt: skip
         hidden = jnp.where(active[:, None], out[:, 0], hidden)
-        return i + 1, cache, hidden, active, cached + active, tokens, logps, drawn
+        return i + 1, cache, hidden, active, cached + active, tokens, logps, num_sampled
 
     S = hidden_SD.shape[0]
     tokens = jnp.zeros((S, num_tokens), jnp.int32)

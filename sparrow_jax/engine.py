@@ -1,36 +1,49 @@
 """The rollout engine on JAX: common/rollout/paged_engine.py plans, the programs of decode.py run.
 
-The cache is donated to each program, so it has one holder at a time.
+The cache is donated to each program, so only one generate call at a time may hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from flax import nnx
 
-from common.config import ModelConfig, RolloutConfig
-from common.rollout.device import PREFILL_ROWS, DecodeResult, Decoding, Fork
+from common.config import RolloutConfig
+from common.model.geometry import Geometry
 from common.rollout.paged_engine import PagedEngine
 from sparrow_jax import cache as kv_cache
-from sparrow_jax import decode
+from sparrow_jax.decode import Programs
+from sparrow_jax.model import Cache
 
 
 class Engine(PagedEngine):
-    """Paged, slot-refilling sampler of one policy (RolloutEngine of common/protocols.py)."""
+    """RolloutEngine of common/protocols.py: a paged cache, and slots that are refilled."""
 
-    def __init__(self, graph, geometry: ModelConfig, config: RolloutConfig, stop_ids, dtype):
+    def __init__(
+        self, graph: nnx.GraphDef, geometry: Geometry, config: RolloutConfig,
+        stop_ids: Sequence[int], dtype: Any,
+    ):  # fmt: skip
         super().__init__(config, stop_ids)
         self.graph, self.geometry, self.dtype = graph, geometry, dtype
-        self._cache = None
+        self._cache: Cache | None = None
 
-    def open(self) -> _Programs:
-        return _Programs(self)
+    def open(self) -> Programs:
+        """The programs of the next call, with the weights and the cache that the engine holds."""
+        return Programs(
+            self.params,
+            self._take_cache(),
+            graph=self.graph,
+            dtype=self.dtype,
+            width=self.geometry.hidden_size,
+            config=self.config,
+            stop_ids=self.stop_ids,
+            keep_cache=self._keep_cache,
+        )
 
-    def take_cache(self):
-        """The pool of the last call, or a new one."""
+    def _take_cache(self) -> Cache:
+        """The cache of the last call; a new one if there is none or a failed call consumed it."""
         held, self._cache = self._cache, None
         if held is None or held[0].is_deleted():
             held = kv_cache.allocate(
@@ -38,51 +51,6 @@ class Engine(PagedEngine):
             )
         return held
 
-    def keep_cache(self, cache) -> None:
-        """For the next call."""
+    def _keep_cache(self, cache: Cache) -> None:
+        """Keep the cache for the next call."""
         self._cache = cache
-
-
-class _Programs:
-    """Device of common/rollout/device.py."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self.cache = engine, engine.take_cache()
-        width = engine.geometry.hidden_size
-        self.hidden_SD = jnp.zeros((engine.config.num_slots, width), engine.dtype)
-        self.prompt_hidden = jnp.zeros((PREFILL_ROWS, width), engine.dtype)
-
-    def prefill(self, tokens_BT, start_B, num_new_B, page_table_BP) -> None:
-        engine = self.engine
-        self.cache, self.prompt_hidden = decode.prefill(
-            engine.params, self.cache, tokens_BT, start_B, num_new_B, page_table_BP,
-            self.prompt_hidden, graph=engine.graph, dtype=engine.dtype,
-        )  # fmt: skip
-
-    def fork(self, starts: Sequence[Fork]) -> None:
-        table = np.zeros((4, self.engine.config.num_slots), np.int32)
-        table[:, : len(starts)] = np.array(starts, np.int32).T
-        self.cache, self.hidden_SD = decode.fork(
-            self.cache, self.hidden_SD, self.prompt_hidden, source_F=table[0], slot_F=table[1],
-            page_from_F=table[2], page_to_F=table[3], count=len(starts),
-        )  # fmt: skip
-
-    def decode(self, d: Decoding) -> DecodeResult:
-        engine = self.engine
-        out = decode.decode(
-            engine.params, self.cache, self.hidden_SD, d.active_S, d.cached_S, d.limit_S, d.key_S,
-            d.page_table_SP, d.budgets, np.int32(d.bin_tokens), np.float32(d.temperature or 1.0),
-            np.float32(d.top_p), graph=engine.graph, dtype=engine.dtype,
-            num_tokens=engine.config.decode_chunk, stop_ids=engine.stop_ids,
-            max_selected=d.max_selected, num_dense=engine.config.num_dense_layers,
-            greedy=d.temperature == 0, nucleus=d.top_p < 1,
-        )  # fmt: skip
-        self.cache, self.hidden_SD = out[:2]
-        active_S, cached_S, tokens_ST, logp_ST, num_sampled_S = jax.device_get(out[2:])
-        return DecodeResult(
-            active_S=active_S, cached_S=cached_S, tokens_ST=tokens_ST, logp_ST=logp_ST,
-            num_sampled_S=num_sampled_S,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        self.engine.keep_cache(self.cache)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
-from common.config import ModelConfig
 from common.model import hf
+from common.model.geometry import Geometry
 from sparrow_jax.model import Decoder
 
 
-def load(path: str | Path, dtype: Any = jnp.float32) -> tuple[ModelConfig, nnx.State]:
+def load(path: str | Path, dtype: Any = jnp.float32) -> tuple[Geometry, nnx.State]:
     """Geometry and weights in `dtype`; the state fits `nnx.split(Decoder(geometry, ...))`."""
     geometry, weights = hf.load(path, jnp.dtype(dtype))
+    return geometry, to_state(geometry, weights)
+
+
+def to_state(geometry: Geometry, weights: Iterable[tuple[str, Any]]) -> nnx.State:
+    """A Decoder's state from (name, array) pairs, names as in "layers.q_LDNH"."""
     params = nnx.traversals.unflatten_mapping(
         {tuple(name.split(".")): jnp.asarray(x) for name, x in weights}
     )
-    abstract = nnx.split(nnx.eval_shape(lambda: Decoder(geometry)))[1]
-    nnx.replace_by_pure_dict(abstract, params)
-    return geometry, abstract
+    state = nnx.split(nnx.eval_shape(lambda: Decoder(geometry)))[1]
+    nnx.replace_by_pure_dict(state, params)
+    return state
 
 
 def flat_weights(params: nnx.State | Mapping[str, Any]) -> dict[str, Any]:
@@ -33,10 +38,12 @@ def flat_weights(params: nnx.State | Mapping[str, Any]) -> dict[str, Any]:
 
 def save(
     path: str | Path,
-    geometry: ModelConfig,
+    geometry: Geometry,
     params: nnx.State | Mapping[str, Any],
     dtype: str = "float32",
     extra: Mapping[str, Any] | None = None,
+    *,
+    source: str = "",
 ) -> None:
-    """See common/model/hf.py."""
-    hf.save(path, geometry, flat_weights(params), dtype, extra)
+    """Write config.json and model.safetensors; the arguments are those of common/model/hf.py."""
+    hf.save(path, geometry, flat_weights(params), dtype, extra, source=source)

@@ -1,15 +1,15 @@
-"""GRPO update: clipped, importance-corrected policy gradient with AdamW, in micro-batches.
+"""The GRPO update: clipped, importance-corrected policy gradient with AdamW, in micro-batches.
 
-Loss of a minibatch (arXiv 2606.08446, RL recipe), with w the detached correction weight:
+Loss of a minibatch (arXiv 2606.08446, RL recipe), where w is the detached correction weight:
 
     sum_t scale_t (- w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)
                    + kl_coef k3(logp_ref_t - logp_t)) / denominator,      rho = exp(logp - logp_old)
 
-where A < 0, dual_clip = c > 1 bounds the gain from below by c A. The oracle of all this is
-common/objective/grpo.py; scale and denominator (token mean: 1 and the token count) come from
-common/objective/batching.py. Micro-batches return sums; the division by the minibatch's
-denominator comes last, so their split cannot change the gradient. In the first minibatch after a
-rollout the weights are those that scored it, so logp_old is the pass's own logp, detached: rho is
+Where A < 0, dual_clip = c > 1 bounds the gain from below by c A. common/objective/batching.py gives
+scale and denominator (token mean: 1 and the number of tokens); common/oracles/grpo_loss.py has the
+formula in float64. Micro-batches return sums, and the division by the denominator comes last, so
+the split into micro-batches cannot change the gradient. In the first minibatch of a fresh batch the
+weights are those that scored the rollout: logp_old is the pass's own detached logp, and rho is
 exactly 1.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,20 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from common.config import Config, LearnerConfig
 from common.errors import UserError
 from common.objective.grpo import LOG_RATIO_LIMIT
 from common.records import stopping
 from common.types import MicroBatch, TrainBatch, UpdateResult
-from sparrow_jax import sharding
+from sparrow_jax.placement import Placement
 from sparrow_jax.scorer import token_logprobs
 
 FIELDS = tuple(field.name for field in dataclasses.fields(MicroBatch))
 
 
-@functools.cache  # one object for equal settings: a second learner compiles no second step
+@functools.cache  # equal settings share one object, so that the step is compiled once
 def make_optimizer(c: LearnerConfig) -> optax.GradientTransformation:
     """AdamW with linear warm-up, after clipping by global norm."""
     rate = optax.linear_schedule(
@@ -49,16 +48,16 @@ def make_optimizer(c: LearnerConfig) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(c.max_grad_norm), adamw)
 
 
-def tangent_exp(x):
-    """exp(x); past LOG_RATIO_LIMIT its tangent there, so no value or gradient overflows."""
+def tangent_exp(x: jax.Array) -> jax.Array:
+    """exp(x), continued above LOG_RATIO_LIMIT by its tangent, so that nothing overflows."""
     past = jnp.maximum(x - LOG_RATIO_LIMIT, 0.0)
     return jnp.exp(jnp.minimum(x, LOG_RATIO_LIMIT)) * (1.0 + past)
 
 
-def k3_estimate(delta):
-    """e(delta) - delta - 1 with e = tangent_exp, never below 0.
+def k3_estimate(delta: jax.Array) -> jax.Array:
+    """e(delta) - delta - 1 with e = tangent_exp; never negative.
 
-    By a series near 0, where the difference of rounded numbers would lose its sign.
+    Near 0 it is computed by a series, because the difference could round to a negative number.
     """
     d = jnp.clip(delta, -0.1, 0.1)
     near = d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6))))
@@ -69,8 +68,11 @@ def k3_estimate(delta):
 
 def policy_loss_sum(
     logp, batch: Mapping[str, jax.Array], clip_low, clip_high, kl_coef, dual_clip, fresh
-):
-    """Summed loss of a micro-batch and sums for the log; `fresh` = first minibatch of a rollout."""
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Summed loss of a micro-batch, and sums for the log.
+
+    fresh: the weights are those that scored the rollout, so the ratio to them is exactly 1.
+    """
     mask, A = batch["loss_mask_BT"], batch["advantage_BT"]
     old = jnp.where(fresh, jax.lax.stop_gradient(logp), batch["logp_old_BT"])
     rho = tangent_exp(jnp.where(mask, logp - old, 0.0))
@@ -92,10 +94,12 @@ def policy_loss_sum(
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "remat"), donate_argnames=("grads",))
-def accumulate_gradient(params, grads, batch, numbers, fresh, temperature, *, graph, dtype, remat):
-    """grads + gradient of one micro-batch's summed loss."""
+def accumulate_gradient(
+    params, grads, batch, numbers, fresh, temperature, *, graph, dtype, remat
+) -> tuple[Any, dict[str, jax.Array]]:
+    """(grads + the gradient of a micro-batch's summed loss, the sums of policy_loss_sum)."""
 
-    def loss(params):
+    def loss(params) -> tuple[jax.Array, dict[str, jax.Array]]:
         model = nnx.merge(graph, params)
         logp, _ = token_logprobs(model, batch["tokens_BT"], temperature, dtype=dtype, remat=remat)
         return policy_loss_sum(logp, batch, *numbers, fresh)
@@ -105,14 +109,16 @@ def accumulate_gradient(params, grads, batch, numbers, fresh, temperature, *, gr
 
 
 @functools.cache
-def _compiled_step(optimizer, shardings, tree):
-    """One optimizer step; (weights, state, gradient norm before clipping).
+def _compiled_step(
+    optimizer: optax.GradientTransformation, shardings: tuple[Any, ...], tree: Any
+) -> Callable[..., tuple[Any, Any, jax.Array]]:
+    """A function for one optimizer step: (weights, state, gradient norm before clipping).
 
-    Weights and state come out placed as they went in: left to itself, the compiler shards them
-    anew, and every program that takes them is compiled a second time.
+    Weights and state keep the placement that they came with. Otherwise the compiler would choose
+    another, and every program that takes them would be compiled a second time.
     """
 
-    def step(params, state, grads, denominator):
+    def step(params, state, grads, denominator) -> tuple[Any, Any, jax.Array]:
         grads = jax.tree.map(lambda g: g / denominator, grads)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
@@ -121,38 +127,35 @@ def _compiled_step(optimizer, shardings, tree):
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None))
 
 
-class JaxLearner:
-    """Master weights in float32 and optimizer state, sharded over the mesh."""
+class Learner:
+    """Learner of common/protocols.py: float32 weights and optimizer state, split over the mesh."""
 
-    def __init__(self, graph, params, config: Config, dtype):
+    def __init__(self, graph: nnx.GraphDef, params: nnx.State, config: Config, dtype: Any):
         self.graph, self.config, self.dtype = graph, config, dtype
-        self.mesh = sharding.make_mesh(config.learner.mesh)
+        self.placement = Placement.on_devices(config.learner.mesh)
         self.optimizer = make_optimizer(config.learner)
-        # A copy: update donates its buffers, and the start weights may serve as reference.
-        self._params = sharding.shard_params(jax.tree.map(jnp.array, params), self.mesh)
+        # A copy, because update donates its buffers and the caller may still need these.
+        self._params = self.placement.put_weights(jax.tree.map(jnp.array, params))
         self._opt_state = self._init_state(self.optimizer)
 
-    def _init_state(self, optimizer):
+    def _init_state(self, optimizer: optax.GradientTransformation) -> optax.OptState:
         """Moments placed like their weights, counters on every device."""
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(
-            lambda x: x if x.ndim else jax.device_put(x, everywhere), optimizer.init(self._params)
-        )
+        return self.placement.put_scalars(optimizer.init(self._params))
 
     @property
-    def params(self):
-        """Current weights; valid until the next update, which reuses their memory."""
+    def params(self) -> nnx.State:
+        """Current weights, valid until the next update, which reuses their memory."""
         return self._params
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain nested dicts and lists of arrays."""
         return {
             "params": nnx.to_pure_dict(self._params),
             "opt_state": jax.tree.leaves(self._opt_state),
         }
 
-    def load_state_dict(self, state) -> None:
-        """Take a state made by state_dict of a learner with the same geometry."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that state_dict of a learner with the same geometry made."""
         nnx.replace_by_pure_dict(self._params, state["params"])
         tree = jax.tree.structure(self._opt_state)
         self._opt_state = jax.tree.unflatten(tree, state["opt_state"])
@@ -160,8 +163,8 @@ class JaxLearner:
     def update(self, batch: TrainBatch) -> UpdateResult:
         """One optimizer step per minibatch that has a signal; means over the whole batch.
 
-        Raises UserError for a gradient that is not finite: the run ends before such weights are
-        saved.
+        Raises: UserError for a gradient that is not finite, so that the run ends before such
+        weights are saved.
         """
         totals, norms, drift = {"loss": 0.0, "k3": 0.0}, [], 0.0
         longest = max((m.tokens_BT.shape[1] for b in batch.minibatches for m in b), default=1)
@@ -190,14 +193,14 @@ class JaxLearner:
     def _step(
         self, micro: list[MicroBatch], denominator: float, fresh: bool
     ) -> tuple[list[dict[str, Any]], float]:
-        """One optimizer step: sums of each micro-batch, and the gradient norm before clipping."""
+        """One optimizer step; returns each micro-batch's sums and the norm before clipping."""
         c, numbers = self.config.learner, self.config.grpo.loss_numbers
         grads = jax.tree.map(jnp.zeros_like, self._params)
         sums: list[dict] = []
         for m in micro:
             stopping.check()
             grads, s = accumulate_gradient(
-                self._params, grads, self._place(m), numbers, fresh,
+                self._params, grads, self.put(m), numbers, fresh,
                 np.float32(self.config.rollout.temperature),
                 graph=self.graph, dtype=self.dtype, remat=c.remat,
             )  # fmt: skip
@@ -215,10 +218,6 @@ class JaxLearner:
             )
         return jax.device_get(sums), norm
 
-    def _place(self, m: MicroBatch) -> dict[str, jax.Array]:
-        """Rows padded to a multiple of the data x fsdp devices and spread over them."""
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        pad = -len(m.tokens_BT) % shards
-        where = sharding.batch_sharding(self.mesh)
-        arrays = {f: np.pad(getattr(m, f), ((0, pad), (0, 0))) for f in FIELDS}
-        return {f: jax.device_put(a, where) for f, a in arrays.items()}
+    def put(self, m: MicroBatch) -> dict[str, jax.Array]:
+        """The arrays of a micro-batch by field name, split over the devices by rows."""
+        return self.placement.put_rows({field: getattr(m, field) for field in FIELDS})

@@ -1,10 +1,14 @@
-"""The decoder: Qwen3 (QK norm) and Llama-style geometry, layers stacked and scanned.
+"""The decoder in JAX: Qwen3 (with QK norm) or Llama style, one scan over stacked layers.
 
-One block, for hidden states x: x += attention(norm(x)) o ; x += (silu(h gate) * (h up)) down with
-h = norm(x). Two ways through the same weights:
+One block, for hidden states x:
+
+    x += attention(norm(x)) o
+    x += (silu(h gate) * (h up)) down     with h = norm(x)
+
+The same weights are used in two ways:
   `hidden`  whole sequences (training, scoring, replay), attention by flash_prefill;
-  `extend`  new tokens on top of a paged cache (prefill and decode), attention by sparse_decode.
-Parameters are float32 masters; `compute_dtype` is what they are cast to inside a pass.
+  `extend`  new tokens after those in a paged cache (prefill, decode), attention by sparse_decode.
+Parameters are stored in float32 and cast to `dtype` inside a pass.
 """
 
 from __future__ import annotations
@@ -14,91 +18,51 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from common.config import ModelConfig
-from common.model.geometry import layer_shapes
+from common.model.geometry import Geometry, layer_shapes
 from kernels_pallas.layout import logical_pages
 from kernels_pallas.ops import REFERENCE, Ops
-from sparrow_jax import induction_init
 
-# Partition of every parameter over the mesh axes (data, fsdp, tensor); leading None = layer axis.
-PARTITION = {
-    "embed_VD": P("tensor", "fsdp"),
-    "head_VD": P("tensor", "fsdp"),
-    "final_norm_D": P(None),
-    "attn_norm_LD": P(None, None),
-    "mlp_norm_LD": P(None, None),
-    "q_LDNH": P(None, "fsdp", "tensor", None),
-    "k_LDKH": P(None, "fsdp", "tensor", None),
-    "v_LDKH": P(None, "fsdp", "tensor", None),
-    "o_LNHD": P(None, "tensor", None, "fsdp"),
-    "gate_LDF": P(None, "fsdp", "tensor"),
-    "up_LDF": P(None, "fsdp", "tensor"),
-    "down_LFD": P(None, "tensor", "fsdp"),
-    "q_norm_LH": P(None, None),
-    "k_norm_LH": P(None, None),
-}
-
-
-def draw(rng: np.random.Generator | None, shape: tuple[int, ...], scale: float) -> Any:
-    """float32 normal numbers of standard deviation `scale`; without a generator, abstract zeros."""
-    if rng is None:
-        return jnp.zeros(shape, jnp.float32)
-    return rng.standard_normal(shape, np.float32) * np.float32(scale)
+Cache = tuple[jax.Array, jax.Array]
+"""kv_pages_LKM and landmarks_LMKH, as sparrow_jax/cache.py allocates them."""
 
 
 class Layers(nnx.Module):
-    """Stacked parameters of all blocks, drawn as N(0, 1/fan_in); residual outputs at half."""
+    """Parameters of all blocks, stacked along the first axis."""
 
-    def __init__(self, g: ModelConfig, rng: np.random.Generator | None):
+    def __init__(self, g: Geometry):
         for name, shape in layer_shapes(g).items():
-            if "norm" in name:
-                gain = g.qk_gain if name in ("q_norm_LH", "k_norm_LH") else 1.0
-                value = jnp.full(shape, gain, jnp.float32)
-            else:
-                fan_in = shape[1] * shape[2] if name == "o_LNHD" else shape[1]
-                gain = 0.5 if name in ("o_LNHD", "down_LFD") else 1.0
-                value = draw(rng, shape, gain * fan_in**-0.5)
-            setattr(self, name, nnx.Param(jnp.asarray(value)))
+            setattr(self, name, nnx.Param(jnp.zeros(shape, jnp.float32)))
 
 
 class Decoder(nnx.Module):
     """Parameters and forward passes; see the file's docstring.
 
-    rng draws the weights, on the host: nothing is compiled for it. Without one they are zeros, for
-    nnx.eval_shape and for weights that are loaded. ops: kernels or references, a static value.
+    A new decoder's weights are zeros, for nnx.eval_shape; hf.to_state fills them. ops: kernels or
+    references, a static value.
     """
 
-    def __init__(
-        self, g: ModelConfig, rng: np.random.Generator | None = None, *, ops: Ops = REFERENCE
-    ):
+    def __init__(self, g: Geometry, *, ops: Ops = REFERENCE):
         self.geometry, self.ops = g, ops
-        V, D = g.vocab_size, g.hidden_size
-        embed = draw(rng, (V, D), D**-0.5)
-        if g.embed_offset and rng is not None:
-            embed += np.float32(g.embed_offset * D**-0.5) * rng.choice((-1, 1), D).astype(
-                np.float32
-            )
-        self.embed_VD = nnx.Param(jnp.asarray(embed))
-        self.final_norm_D = nnx.Param(jnp.ones(D, jnp.float32))
+
+        def zeros(*shape: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros(shape, jnp.float32))
+
+        self.embed_VD = zeros(g.vocab_size, g.hidden_size)
+        self.final_norm_D = zeros(g.hidden_size)
         if not g.tie_embeddings:
-            self.head_VD = nnx.Param(jnp.asarray(draw(rng, (V, D), D**-0.5)))
-        self.layers = Layers(g, rng)
-        if g.induction_init and rng is not None:
-            stack = {name: np.array(w) for name, w in self._stack().items()}
-            for name, value in induction_init.draw_circuit(g, embed, stack, rng).items():
-                getattr(self.layers, name)[...] = jnp.asarray(value)
+            self.head_VD = zeros(g.vocab_size, g.hidden_size)
+        self.layers = Layers(g)
 
     def head(self, dtype) -> jax.Array:
-        """Output head [V, D]; the embedding when tied."""
+        """Output head [V, D]; the embedding if the geometry ties them."""
         tied = self.geometry.tie_embeddings
         return (self.embed_VD if tied else self.head_VD)[...].astype(dtype)
 
     def _stack(self) -> dict[str, jax.Array]:
+        """The stacked layer parameters by name."""
         return {name: getattr(self.layers, name)[...] for name in layer_shapes(self.geometry)}
 
     def hidden(
@@ -113,13 +77,15 @@ class Decoder(nnx.Module):
         num_dense=2,
         policy="mean",
         observe=None,
-    ):
-        """Final hidden states [B, T, D] of right-padded sequences (causal: padding cannot leak).
+    ) -> Any:
+        """Final hidden states [B, T, D] of right-padded sequences.
 
-        budget_T int32 [T] replays sparse decode in all layers but the first num_dense, the pages
-        chosen by a policy of kernels_pallas/policies.py (not "mean": always by the reference).
-        observe(q=, k=, v=, a=, x=) makes facts of a layer, a tree of arrays: then the result is
-        (hidden states, facts [L, ...]).
+        Attention is causal, so padding cannot change the states before it.
+        budget_T int32 [T]: replay sparse decode with these budgets in all layers but the first
+        num_dense. policy: the rule of kernels_pallas/policies.py that chooses the pages; rules
+        other than "mean" are computed by the reference.
+        observe(q=, k=, v=, a=, x=), if given, is called in every layer and returns a tree of
+        arrays; the result then is (hidden states, those arrays stacked to [L, ...]).
         """
         g = self.geometry
         prefill = self.ops.flash_prefill
@@ -129,7 +95,7 @@ class Decoder(nnx.Module):
         x = self.embed_VD[...].astype(dtype)[tokens_BT]
         stack = self._stack()
 
-        def block(x, layer, sparse):
+        def block(x: jax.Array, layer: Any, sparse: bool) -> tuple[jax.Array, Any]:
             w = _layer(stack, layer, dtype)
             q, k, v = _project(g, w, x, position_BT)
             budget = budget_T if sparse else None
@@ -142,22 +108,22 @@ class Decoder(nnx.Module):
         for first, last, sparse in ((0, split, False), (split, g.num_layers, True)):
             body = functools.partial(block, sparse=sparse)
             body = jax.checkpoint(body) if remat else body
-            x, seen = lax.scan(body, x, jnp.arange(first, last))
-            facts.append(seen)
+            x, found = lax.scan(body, x, jnp.arange(first, last))
+            facts.append(found)
         hidden = _rms_norm(x, self.final_norm_D[...].astype(dtype), g.norm_eps)
         return (hidden, jax.tree.map(lambda *s: jnp.concatenate(s), *facts)) if observe else hidden
 
     def extend(
         self, cache, tokens_BT, start_B, num_new_B, page_table_BP, *, dtype, k_B=None,
         max_selected=0, num_dense=2, observe=None,
-    ):  # fmt: skip
-        """Append tokens to the paged cache; (cache, hidden [B, T, D]) of the new positions.
+    ) -> Any:  # fmt: skip
+        """Append tokens to the paged cache; returns (cache, hidden [B, T, D] of the new tokens).
 
-        Row b adds num_new_B[b] <= T tokens at position start_B[b]; the rest of the row is padding.
-        k_B None = dense decode, any T. Otherwise T = 1 and k_B is the budget of each row; layers
-        past the first num_dense read min(k + 3, pages). cache = (kv_pages_LKM, landmarks_LMKH).
-        observe(layer=, q=, marks=, pages=, lse=, sparse=) makes facts of a layer: then a list of
-        them, one per layer, comes last in the result.
+        Row b adds num_new_B[b] <= T tokens from position start_B[b] on; the rest of the row is
+        padding. k_B None decodes densely, with any T. Otherwise T = 1, k_B is the budget of each
+        row, and all layers but the first num_dense read min(k + 3, number of pages) pages.
+        observe(layer=, q=, marks=, pages=, lse=, sparse=), if given, is called in every layer; the
+        list of what it returned then comes last in the result.
         """
         g = self.geometry
         assert k_B is None or tokens_BT.shape[1] == 1, "sparse decode selects for one token per row"
@@ -169,7 +135,7 @@ class Decoder(nnx.Module):
         x = self.embed_VD[...].astype(dtype)[tokens_BT]
         stack = self._stack()
 
-        def block(layer, carry, sparse):
+        def block(layer: Any, carry: Any, sparse: bool) -> Any:
             x, kv, marks = carry
             w = _layer(stack, layer, dtype)
             q, k, v = _project(g, w, x, position_BT)
@@ -194,19 +160,19 @@ class Decoder(nnx.Module):
                 ids = page_table_BP
                 a, lse = self.ops.sparse_decode(q, kv, layer, ids, start_B, length_B)
             if observe:
-                seen = {"layer": layer, "q": q, "marks": marks, "pages": ids, "lse": lse}
-                facts.append(observe(**seen, sparse=sparse))
+                given = {"layer": layer, "q": q, "marks": marks, "pages": ids, "lse": lse}
+                facts.append(observe(**given, sparse=sparse))
             return _finish(g, w, x, a), kv, marks
 
         carry, facts = (x, *cache), []
         split = min(num_dense, g.num_layers) if k_B is not None else g.num_layers
         for first, last, sparse in ((0, split, False), (split, g.num_layers, True)):
             if first < last:
-                # Bounds that XLA cannot see through: it would unroll a loop over one layer, and
-                # then copy the pool between that layer's reads and the next one's writes.
+                # The barrier hides the bounds from XLA. It would unroll a loop over one layer and
+                # then copy the pool between that layer's reads and the next layer's writes.
                 bounds = lax.optimization_barrier((jnp.int32(first), jnp.int32(last)))
                 body = functools.partial(block, sparse=sparse)
-                if observe:  # layer by layer, so that facts come out of the loop
+                if observe:  # a Python loop, because a list of arrays cannot leave a compiled one
                     carry = functools.reduce(lambda c, i: body(i, c), range(first, last), carry)
                 else:
                     carry = lax.fori_loop(*bounds, body, carry)
@@ -215,16 +181,18 @@ class Decoder(nnx.Module):
         return ((kv, marks), hidden, facts) if observe else ((kv, marks), hidden)
 
 
-def _layer(stack, layer, dtype):
-    """Parameters of one layer, cast for the pass (the slice is fused into its use)."""
+def _layer(stack: dict[str, jax.Array], layer: Any, dtype: Any) -> dict[str, jax.Array]:
+    """Parameters of one layer in `dtype`; XLA fuses the slice into its use."""
     return {
         name: lax.dynamic_index_in_dim(w, layer, 0, keepdims=False).astype(dtype)
         for name, w in stack.items()
     }
 
 
-def _project(g, w, x_BTD, position_BT):
-    """Queries, keys (both normed where the geometry says so, then rotated) and values."""
+def _project(
+    g: Geometry, w: dict[str, jax.Array], x_BTD: jax.Array, position_BT: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values; queries and keys with QK norm, if the model has it, and RoPE."""
     h = _rms_norm(x_BTD, w["attn_norm_LD"], g.norm_eps)
     q, k, v = (_heads(h, w[name]) for name in ("q_LDNH", "k_LDKH", "v_LDKH"))
     if g.qk_norm:
@@ -234,8 +202,10 @@ def _project(g, w, x_BTD, position_BT):
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def _finish(g, w, x_BTD, attention_BTNH):
-    """Output projection and feed-forward with their residuals."""
+def _finish(
+    g: Geometry, w: dict[str, jax.Array], x_BTD: jax.Array, attention_BTNH: jax.Array
+) -> jax.Array:
+    """Output projection and feed-forward layer, each added to the residual stream."""
     D = x_BTD.shape[-1]
     o_XD = w["o_LNHD"].reshape(-1, D)
     x_XD = x_BTD.reshape(-1, D) + attention_BTNH.reshape(-1, o_XD.shape[0]) @ o_XD
@@ -244,27 +214,30 @@ def _finish(g, w, x_BTD, attention_BTNH):
     return (x_XD + gated @ w["down_LFD"]).reshape(x_BTD.shape)
 
 
-def _heads(x_BTD, w_DNH):
-    """x w as [B, T, N, H]; as one flat product, whose backward pass is the faster one on CPU."""
+def _heads(x_BTD: jax.Array, w_DNH: jax.Array) -> jax.Array:
+    """x w as [B, T, N, H], by one matrix product: its backward pass is faster on a CPU."""
     B, T, D = x_BTD.shape
     flat = x_BTD.reshape(-1, D) @ w_DNH.reshape(D, -1)
     return flat.reshape(B, T, *w_DNH.shape[1:])
 
 
-def _rms_norm(x, weight, eps):
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis; the mean square is computed in float32."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def _rope_angles(position_BT, head_dim, theta):
+def _rope_angles(
+    position_BT: jax.Array, head_dim: int, theta: float
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, T, 1, H/2] of the rotation angles position * theta^(-2i/H), in float32."""
     frequency = theta ** (-jnp.arange(0, head_dim // 2, dtype=jnp.float32) * 2 / head_dim)
     angle = position_BT[..., None, None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _rotate(x, cos, sin):
-    """RoPE in the Hugging Face convention: halves, not interleaved pairs."""
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding in the Hugging Face convention: dimension i is paired with i + H / 2."""
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -1,34 +1,43 @@
-"""Dense log-probs of sampled tokens, and exact replay of sparse decode: teacher-forced passes."""
+"""Teacher-forced passes: dense log-probs of sampled tokens, and exact replay of sparse decode."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from common.config import Config
 from common.mismatch.batched_scorer import BatchedScorer
 from common.types import Overlap
 from kernels_pallas.reference import topk_overlap
-from sparrow_jax import sharding
+from sparrow_jax.model import Decoder
+from sparrow_jax.placement import Placement
 
 
-def next_token_view(hidden_BTD, tokens_BT):
-    """Flatten so that row t - 1 of the hidden states meets token t: ([B(T-1), D], [B(T-1)])."""
+def next_token_view(hidden_BTD, tokens_BT) -> tuple[jax.Array, jax.Array]:
+    """Align hidden states with tokens: row t - 1 predicts token t.
+
+    Returns the hidden states [B (T - 1), D] and the tokens [B (T - 1)] that they predict.
+    """
     width = hidden_BTD.shape[-1]
     return hidden_BTD[:, :-1].reshape(-1, width), tokens_BT[:, 1:].reshape(-1)
 
 
-def align(values_X, tokens_BT, fill=0.0):
-    """Back to [B, T], where entry t speaks about token t; entry 0 is `fill`."""
+def align(values_X, tokens_BT, fill=0.0) -> jax.Array:
+    """Values of next_token_view as [B, T], where entry t belongs to token t; entry 0 is `fill`."""
     B, T = tokens_BT.shape
     return jnp.pad(values_X.reshape(B, T - 1), ((0, 0), (1, 0)), constant_values=fill)
 
 
-def token_logprobs(model, tokens_BT, temperature, *, dtype, remat):
-    """Log-prob and entropy of every token but the first, [B, T]; differentiated by the learner."""
+def token_logprobs(
+    model: Decoder, tokens_BT, temperature, *, dtype, remat
+) -> tuple[jax.Array, jax.Array]:
+    """Log-prob and entropy of every token, [B, T], 0 at t = 0; the learner differentiates them."""
     hidden = model.hidden(tokens_BT, dtype=dtype, remat=remat)
     flat, targets = next_token_view(hidden, tokens_BT)
     logp, entropy = model.ops.token_logprob(
@@ -38,21 +47,24 @@ def token_logprobs(model, tokens_BT, temperature, *, dtype, remat):
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype"))
-def _score(params, tokens_BT, temperature, *, graph, dtype):
+def _score(params, tokens_BT, temperature, *, graph, dtype) -> tuple[jax.Array, jax.Array]:
+    """token_logprobs, compiled."""
     model = nnx.merge(graph, params)
     return token_logprobs(model, tokens_BT, temperature, dtype=dtype, remat=False)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "page", "num_dense", "policy"))
-def _hidden(params, tokens_BT, prompt_len_B, budget_T, *, graph, **options):
-    """Final hidden states [B, T, D]; budget_T None = dense."""
+def _hidden(params, tokens_BT, prompt_len_B, budget_T, *, graph, **options) -> jax.Array:
+    """Final hidden states [B, T, D]; budget_T None: dense."""
     model = nnx.merge(graph, params)
     return model.hidden(tokens_BT, budget_T=budget_T, prompt_len_B=prompt_len_B, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "top"))
-def _overlap(params, dense_BTD, sparse_BTD, tokens_BT, temperature, *, graph, dtype, top):
-    """alpha, sparse log-prob and, with top, the estimate for every token but the first, [B, T]."""
+def _overlap(
+    params, dense_BTD, sparse_BTD, tokens_BT, temperature, *, graph, dtype, top
+) -> tuple[jax.Array, ...]:
+    """The fields of an Overlap, [B, T] each; the last one, the estimate, only if top > 0."""
     model = nnx.merge(graph, params)
     dense, targets = next_token_view(dense_BTD, tokens_BT)
     sparse, _ = next_token_view(sparse_BTD, tokens_BT)
@@ -67,28 +79,31 @@ def _overlap(params, dense_BTD, sparse_BTD, tokens_BT, temperature, *, graph, dt
     return *out, align(estimate, tokens_BT, 1.0)
 
 
-class JaxScorer(BatchedScorer):
-    """The passes of common/mismatch/batched_scorer.py."""
+class Scorer(BatchedScorer):
+    """The device's half of common/mismatch/batched_scorer.py."""
 
-    def __init__(self, graph, config: Config, dtype):
+    def __init__(self, graph: nnx.GraphDef, config: Config, dtype: Any):
         super().__init__(config)
         self.graph, self.dtype = graph, dtype
+        self.placement = Placement.on_devices(config.learner.mesh)
 
-    def score(self, tokens_BT, temperature):
+    def score(self, tokens_BT, temperature) -> tuple[np.ndarray, np.ndarray]:
+        """Dense log-prob and entropy of every token, [B, T]; entry 0 is 0."""
         out = _score(self.params, tokens_BT, temperature, graph=self.graph, dtype=self.dtype)
         return jax.device_get(out)
 
-    def overlaps(self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0):
+    def overlaps(
+        self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0
+    ) -> Iterator[Overlap]:
+        """One Overlap per entry of budgets; see Scorer in common/protocols.py."""
         config = self.config.rollout
-        mesh = sharding.make_mesh(self.config.learner.mesh)
-        if len(tokens_BT) % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0:
-            tokens_BT = jax.device_put(tokens_BT, sharding.batch_sharding(mesh))
+        tokens_BT = self.placement.put_even_rows(tokens_BT)
         same = {"graph": self.graph, "dtype": self.dtype}
         hidden = functools.partial(
             _hidden, self.params, tokens_BT, prompt_len_B, page=config.page_size,
             num_dense=config.num_dense_layers, **same,
         )  # fmt: skip
-        dense = hidden(None, policy="mean")  # one program for all policies
+        dense = hidden(None, policy="mean")  # the same program for every policy
         for budget_T in budgets:
             sparse = dense if budget_T is None else hidden(budget_T, policy=policy)
             out = _overlap(self.params, dense, sparse, tokens_BT, temperature, top=top, **same)

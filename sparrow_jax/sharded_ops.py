@@ -1,8 +1,8 @@
-"""Kernels on a mesh: each device works on its own rows and heads.
+"""Kernels on a mesh: every device works on its own rows and heads.
 
-XLA cannot split a Pallas call, so each operation runs under shard_map. Rows of a batch lie over
-data and fsdp, heads over tensor. The pool's pages lie over data and fsdp too: page ids are local to
-the devices that hold the row. The output head is gathered: it is whole on every device while used.
+XLA cannot split a Pallas call, so each operation runs under shard_map, with the arrays placed as
+placement.py says. Page ids are local: each share of the pool has its own page 0, 1, ... The output
+head is gathered, because every device needs all of it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.ops import Ops
+from sparrow_jax.placement import HEADS, LANDMARKS, POOL, QUERIES, ROWS
 
-ROWS = ("data", "fsdp")
-HEADS = "tensor"
-POOL = P(None, HEADS, ROWS)
-LANDMARKS = P(None, ROWS, HEADS, None)
-QUERIES = P(ROWS, None, HEADS, None)
+Function = Callable[..., Any]
 
 
 def shard_ops(ops: Ops, mesh: Mesh) -> Ops:
-    """The same operations for arrays that are placed on `mesh` as above."""
+    """The same operations for arrays that are split over `mesh`."""
     if mesh.size == 1:
         return ops
     head = (P(ROWS, None), P(None, None), P(ROWS))
@@ -51,14 +48,14 @@ def shard_ops(ops: Ops, mesh: Mesh) -> Ops:
     )
 
 
-def _map(f: Callable[..., Any], mesh: Mesh, inputs, outputs) -> Callable[..., Any]:
+def _map(f: Function, mesh: Mesh, inputs: Any, outputs: Any) -> Function:
     return jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
-def _wrap(f, mesh, inputs, outputs):
-    """f(*arrays, **static) under shard_map; temperature travels as an array."""
+def _wrap(f: Function, mesh: Mesh, inputs: tuple[P, ...], outputs: Any) -> Function:
+    """f(*arrays, **static) under shard_map; the temperature is passed as an array."""
 
-    def g(*arrays, temperature=None, **static):
+    def g(*arrays: Any, temperature: Any = None, **static: Any) -> Any:
         if temperature is None:
             return _map(lambda *a: f(*a, **static), mesh, inputs, outputs)(*arrays)
         with_temperature = lambda t, *a: f(*a, temperature=t, **static)  # noqa: E731
@@ -67,10 +64,10 @@ def _wrap(f, mesh, inputs, outputs):
     return g
 
 
-def _decode(f, mesh):
-    """page_ids is [B, P] (dense) or [B, K, J] (selected pages, by head)."""
+def _decode(f: Function, mesh: Mesh) -> Function:
+    """sparse_decode; page_ids is [B, P] (dense) or [B, K, J] (pages selected for each KV head)."""
 
-    def g(q, kv, layer, page_ids, start_B, length_B, **static):
+    def g(q, kv, layer, page_ids, start_B, length_B, **static) -> Any:
         ids = P(ROWS, None) if page_ids.ndim == 2 else P(ROWS, HEADS, None)
         inputs = (QUERIES, POOL, P(), ids, P(ROWS), P(ROWS))
         outputs = (QUERIES, P(ROWS, None, HEADS))
@@ -81,14 +78,14 @@ def _decode(f, mesh):
     return g
 
 
-def _prefill(f, mesh):
-    """Replay's budgets are the same everywhere, prompt lengths go with the rows."""
+def _prefill(f: Function, mesh: Mesh) -> Function:
+    """flash_prefill; every device has all budgets of a replay and its own rows' prompt lengths."""
 
-    def g(q, k, v, *, budget_T=None, prompt_len_B=None, **static):
+    def g(q, k, v, *, budget_T=None, prompt_len_B=None, **static) -> Any:
         if budget_T is None:
             return _map(lambda *a: f(*a, **static), mesh, (QUERIES,) * 3, QUERIES)(q, k, v)
 
-        def replay(q, k, v, budget_T, prompt_len_B):
+        def replay(q, k, v, budget_T, prompt_len_B) -> Any:
             return f(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, **static)
 
         inputs = (QUERIES, QUERIES, QUERIES, P(None), P(ROWS))

@@ -1,8 +1,8 @@
-"""Whole programs, compiled for four TPU generations: python -m sparrow_jax.tpu_programs
+"""Compiles whole programs for four TPU generations: python -m sparrow_jax.tpu_programs
 
-A prefill chunk, a sparse decode step and a learner step of Qwen3 1.7B and 8B in bfloat16, sharded
-over the smallest topology of each generation that holds them. Needs libtpu, not a TPU. What it
-shows is that they compile and fit; it says nothing about time.
+A prefill chunk, a sparse decode step and a learner step of Qwen3 1.7B and 8B in bfloat16, split
+over the smallest topology of each generation that holds them. It needs libtpu but no TPU. It shows
+that the programs compile and fit; it says nothing about their speed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from common.config import GrpoConfig, LearnerConfig
 from common.model.geometry import QWEN3
 from kernels_pallas import aot
 from kernels_pallas.layout import landmark_shape, page_shape
-from kernels_pallas.ops import kernels
+from kernels_pallas.ops import Ops, kernels
 from kernels_pallas.readme_table import markdown_table
-from sparrow_jax import learner, sharding
+from sparrow_jax import learner
 from sparrow_jax.model import Decoder
-from sparrow_jax.sharded_ops import LANDMARKS, POOL, ROWS, shard_ops
+from sparrow_jax.placement import AXES, LANDMARKS, POOL, ROWS, Placement
+from sparrow_jax.sharded_ops import shard_ops
 
+Program = tuple[str, Any, list[Any], tuple[int, ...]]
+"""Name, function, abstract arguments, and the numbers of the arguments that are donated."""
 MODELS = {"1.7B": QWEN3["qwen3-1.7b"], "8B": QWEN3["qwen3-8b"]}
-AXES = ("data", "fsdp", "tensor")
 ROLLOUT = {
     ("v5e", "1.7B"): ("v5e:2x2", (1, 1, 4)),
     ("v5e", "8B"): ("v5e:2x4", (2, 1, 4)),
@@ -42,8 +43,9 @@ ROLLOUT = {
 }
 """Topology and mesh (data, fsdp, tensor) of the rollout programs.
 
-Not fsdp: XLA gathers the weights of all layers before their loop. Two KV heads per chip at least:
-the landmarks of a single one are stored by XLA otherwise than the kernels read them, and copied.
+No fsdp, because XLA gathers the weights of all layers before the loop over layers. At least two KV
+heads per chip, because XLA stores the landmarks of a single head in another layout than the kernels
+read, and copies them.
 """
 TRAINING = {
     ("v5e", "1.7B"): ("v5e:2x4", (1, 8, 1)),
@@ -57,22 +59,21 @@ ROWS_DECODED, CONTEXT, PAGE, SELECTED, CHUNK = 8, 32_768, 16, 256, 512
 ROWS_TRAINED, TOKENS_TRAINED = 8, 4096
 
 
-def _params(state, mesh, dtype):
-    """Abstract weights, placed by PARTITION."""
+def _params(state: Any, mesh: Mesh, dtype: Any) -> Any:
+    """Abstract weights, placed as placement.py says."""
 
-    def place(path, x):
-        where = sharding.partition(path)
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, where))
+    def put(path, x) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=Placement(mesh).weight(path))
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(put, state)
 
 
-def _ops(mesh):
+def _ops(mesh: Mesh) -> Ops:
     return shard_ops(kernels(chip=mesh.devices.flat[0].device_kind), mesh)
 
 
-def rollout_programs(name: str, mesh) -> Iterator[tuple[str, Any, list[Any], tuple[int, ...]]]:
-    """(name, function, abstract arguments, donated) of prefill and decode of one model."""
+def rollout_programs(name: str, mesh: Mesh) -> Iterator[Program]:
+    """Prefill and decode, dense and sparse, of one model."""
     g = MODELS[name]
     ops = _ops(mesh)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(g, ops=ops)))
@@ -88,7 +89,7 @@ def rollout_programs(name: str, mesh) -> Iterator[tuple[str, Any, list[Any], tup
     )
     row, table = array((B,), jnp.int32, ROWS), array((B, pages), jnp.int32, ROWS)
 
-    def extend(cache, params, tokens, start, new, table, k_B=None):
+    def extend(cache, params, tokens, start, new, table, k_B=None) -> Any:
         budget = {} if k_B is None else {"k_B": k_B, "max_selected": SELECTED, "num_dense": 2}
         model = nnx.merge(graph, params)
         return model.extend(cache, tokens, start, new, table, dtype=jnp.bfloat16, **budget)
@@ -99,14 +100,14 @@ def rollout_programs(name: str, mesh) -> Iterator[tuple[str, Any, list[Any], tup
     yield f"decode, sparse ({name})", extend, [cache, params, token, row, row, table, row], (0,)
 
 
-def learner_program(name: str, mesh) -> tuple[str, Any, list[Any], tuple[int, ...]]:
-    """Gradient of a micro-batch and the optimizer step, float32 master weights."""
+def learner_program(name: str, mesh: Mesh) -> Program:
+    """Gradient of a micro-batch and the optimizer step, with float32 weights."""
     g = MODELS[name]
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(g, ops=_ops(mesh))))
     params = _params(state, mesh, jnp.float32)
     optimizer = learner.make_optimizer(LearnerConfig())
     abstract = jax.eval_shape(optimizer.init, params)
-    everywhere = NamedSharding(mesh, P())
+    everywhere = Placement(mesh).everywhere
     shardings = {x.shape: x.sharding for x in jax.tree.leaves(params)}
     moments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -120,7 +121,7 @@ def learner_program(name: str, mesh) -> tuple[str, Any, list[Any], tuple[int, ..
         "loss_mask_BT": aot.spec(shape, jnp.bool_, (mesh, ROWS))
     }
 
-    def step(params, moments, batch):
+    def step(params, moments, batch) -> Any:
         grads = jax.tree.map(jnp.zeros_like, params)
         grads, sums = learner.accumulate_gradient(
             params, grads, batch, GrpoConfig().loss_numbers, True, jnp.float32(1.0),
@@ -134,7 +135,7 @@ def learner_program(name: str, mesh) -> tuple[str, Any, list[Any], tuple[int, ..
 
 
 def compile_all(chips: Sequence[str], only: str = "") -> list[aot.Compiled]:
-    """Compile and print the programs of every model, or those whose names `only` is found in."""
+    """Compile and print the programs of all models whose names match the pattern `only`."""
     aot.prepare()
     rows = []
     for chip in chips:
@@ -146,8 +147,8 @@ def compile_all(chips: Sequence[str], only: str = "") -> list[aot.Compiled]:
     return rows
 
 
-def programs(chip: str):
-    """(topology, program) of every model."""
+def programs(chip: str) -> Iterator[tuple[str, Program]]:
+    """(topology, program) for each program of each model."""
     for model in MODELS:
         topology, shape = ROLLOUT[chip, model]
         for program in rollout_programs(model, aot.mesh(topology, shape, AXES)):

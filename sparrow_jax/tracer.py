@@ -1,4 +1,4 @@
-"""What the JAX backend computes, laid open for `sparrow trace` (common/crosscheck/trace.py)."""
+"""Exposes intermediate results of the JAX backend to `sparrow trace` (common/crosscheck)."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from common.config import Config
 from common.crosscheck import sketch
 from common.crosscheck.trace import FACTS, Update, greedy, loss_of
 from common.crosscheck.trace_decode import Step
+from common.protocols import Backend
 from common.types import TrainBatch
 from kernels_pallas.reference import page_scores
 from sparrow_jax import backend, cache, decode, hf, learner
 from sparrow_jax.scorer import next_token_view
 
 
-def build(config: Config) -> JaxTracer:
-    """Engine, scorer and learner with the weights of model.path."""
+def build(config: Config) -> Tracer:
+    """A tracer of engine, scorer and learner with the weights of model.path."""
     if config.learner.dtype == "float32" or jax.devices()[0].platform == "cpu":
-        # On a TPU a float32 product is otherwise one of bfloat16 numbers.
+        # By default, a TPU rounds the factors of a float32 product to bfloat16.
         jax.config.update("jax_default_matmul_precision", "highest")
-    return JaxTracer(backend.build(config, vocab_size=1, stop_ids=()), config)
+    return Tracer(backend.build(config, vocab_size=1, stop_ids=()), config)
 
 
-def facts_of_layer(**seen):
-    """Projections of what a block computes, and the norm of its hidden state x, [B, T, ...]."""
-    flat = {FACTS[name]: y.reshape(*y.shape[:2], -1) for name, y in seen.items()}
+def facts_of_layer(**arrays: jax.Array) -> dict[str, jax.Array]:
+    """Projections of the arrays of a layer, and the norm of its output x; [B, T, ...] each."""
+    flat = {FACTS[name]: y.reshape(*y.shape[:2], -1) for name, y in arrays.items()}
     flat = {name: y.astype(jnp.float32) for name, y in flat.items()}
     facts = {name: y @ sketch.directions(y.shape[-1]) for name, y in flat.items()}
     return {**facts, "block_norm": jnp.linalg.norm(flat["block"], axis=-1)}
 
 
-class JaxTracer:
+class Tracer:
     """Tracer of common/crosscheck/trace.py."""
 
-    def __init__(self, parts, config: Config):
+    def __init__(self, parts: Backend, config: Config):
         self.parts, self.config = parts, config
         self.generate, self.scorer = parts.engine.generate, parts.scorer
         self.description = {
@@ -52,22 +53,25 @@ class JaxTracer:
         self._learner: Any = parts.learner
         self._how = {"dtype": jnp.dtype(str(self.description["dtype"]))}
 
-    def greedy(self, prompts, num_tokens):
+    def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs [B, N] of greedy decoding by the engine."""
         return greedy(self.generate, prompts)
 
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
+        """Facts [L, B, T, ...] of a dense pass."""
+
         @jax.jit
-        def run(params, tokens_BT):
+        def run(params, tokens_BT) -> dict[str, jax.Array]:
             model = nnx.merge(self._learner.graph, params)
             return model.hidden(tokens_BT, observe=facts_of_layer, **self._how)[1]
 
         return jax.device_get(run(self._learner.params, tokens_BT))
 
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void."""
+        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 has no meaning."""
 
         @jax.jit
-        def run(params, row_T):
+        def run(params, row_T) -> tuple[jax.Array, jax.Array]:
             model = nnx.merge(self._learner.graph, params)
             hidden, _ = next_token_view(model.hidden(row_T[None], **self._how), row_T[None])
             head = model.head(self._how["dtype"])
@@ -79,33 +83,35 @@ class JaxTracer:
         rows = [jax.device_get(run(self._learner.params, row)) for row in tokens_BT]
         return np.stack([ids for ids, _ in rows]), np.stack([logp for _, logp in rows])
 
-    def decoder(self, table_BP, max_selected: int) -> JaxCache:
-        return JaxCache(self, table_BP, max_selected)
+    def decoder(self, table_BP, max_selected: int) -> PagedCache:
+        """An empty cache with this page table, to prefill and decode in."""
+        return PagedCache(self, table_BP, max_selected)
 
     def update(self, batch: TrainBatch) -> Update:
+        """Loss, gradients and new weights of one optimizer step."""
         c, own = self.config, self._learner
         numbers = c.grpo.loss_numbers
         grads, losses = jax.tree.map(jnp.zeros_like, own.params), []
         for m in batch.minibatches[0]:
             grads, sums = learner.accumulate_gradient(
-                own.params, grads, own._place(m), numbers, batch.fresh,
+                own.params, grads, own.put(m), numbers, batch.fresh,
                 np.float32(c.rollout.temperature), graph=own.graph, dtype=own.dtype, remat=False,
             )  # fmt: skip
             losses.append(float(sums["loss"]))
         flat = hf.flat_weights(grads)
         gradients = ((n, np.asarray(g) / batch.denominators[0]) for n, g in flat.items())
 
-        def weights():
+        def weights() -> dict[str, np.ndarray]:
             own.update(batch)
             return {n: np.asarray(w) for n, w in hf.flat_weights(own.params).items()}
 
         return Update(loss_of(losses, batch), gradients, weights)
 
 
-class JaxCache:
+class PagedCache:
     """Cache of common/crosscheck/trace_decode.py."""
 
-    def __init__(self, tracer: JaxTracer, table_BP, max_selected: int):
+    def __init__(self, tracer: Tracer, table_BP, max_selected: int):
         self._own, self._table = tracer._learner, table_BP
         self._rollout, self._how = tracer.config.rollout, tracer._how
         self._geometry, self._max_selected = tracer.parts.geometry, max_selected
@@ -114,6 +120,7 @@ class JaxCache:
         self._run = jax.jit(self._extend, donate_argnums=1)
 
     def prefill(self, tokens_BT, start_B, num_new_B) -> None:
+        """Append prompt tokens densely."""
         hidden = jnp.zeros((len(tokens_BT), self._geometry.hidden_size), self._how["dtype"])
         self._cache, _ = decode.prefill(
             self._own.params, self._cache, tokens_BT, start_B, num_new_B, self._table, hidden,
@@ -121,12 +128,13 @@ class JaxCache:
         )  # fmt: skip
 
     def step(self, token_B, start_B, num_new_B, k_B) -> Step:
+        """Append one token per row with budgets k_B; returns what the layers selected."""
         self._cache, facts = self._run(
             self._own.params, self._cache, token_B[:, None], start_B, num_new_B, k_B
         )
         return Step(*jax.device_get(facts))
 
-    def _extend(self, params, held, tokens_BT, start_B, num_new_B, k_B):
+    def _extend(self, params, held, tokens_BT, start_B, num_new_B, k_B) -> tuple[Any, Any]:
         model = nnx.merge(self._own.graph, params)
         observe = functools.partial(_facts_of_decode, table_BP=self._table)
         held, _, facts = model.extend(
@@ -139,7 +147,8 @@ class JaxCache:
         return held, (stack("lse", facts), stack("pages", sparse), stack("scores", sparse))
 
 
-def _facts_of_decode(layer, q, marks, pages, lse, sparse, *, table_BP):
+def _facts_of_decode(layer, q, marks, pages, lse, sparse, *, table_BP) -> dict[str, jax.Array]:
+    """Log-sum-exp of a layer; of a sparse layer also the selected pages and all page scores."""
     if not sparse:
         return {"lse": lse[:, 0]}
     scores = page_scores(q[:, 0], marks, layer, jnp.asarray(table_BP))

@@ -1,4 +1,4 @@
-"""The torch backend: a rollout engine for the Flax learner, on GPU by Triton kernels."""
+"""The torch backend: a rollout engine for the Flax learner, with Triton kernels on a GPU."""
 
 from sparrow_torch.backend import build_engine
 

@@ -1,11 +1,11 @@
-"""Everything about speed on one GPU: python -m sparrow_torch.bench [--out=bench.json]
+"""Measures speed on one GPU: python -m sparrow_torch.bench [--out=bench.json]
 
-First kernels_triton/bench.py: kernels against float64, then one layer. Then whole decode steps of
-the engine, in CUDA graphs: Qwen3 1.7B, 4B and 8B with random weights in bfloat16, the cache filled,
-dense against the published 0.86 schedule in the same run, with the bytes that a step has to read
-as the bound. Two batches each: rows of all lengths up to 32K, as a long rollout has them, and rows
-of 32K. At most 6 minutes; needs torch, triton and numpy, no files. Without a GPU it lists what it
-would run.
+First it runs kernels_triton/bench.py: kernels against float64, then one layer. Then it times whole
+decode steps of the engine in CUDA graphs: Qwen3 1.7B, 4B and 8B with random weights in bfloat16 and
+a full cache, dense and with the published 0.86 schedule in the same run, beside the bytes that each
+step has to read. Each model has two batches: rows of all lengths up to 32K, as in a long rollout,
+and rows of 32K. It takes at most 6 minutes and needs torch, triton and numpy but no files. Without
+a GPU it lists what it would run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common.config import ModelConfig
 from common.cost import decode_cost
-from common.model.geometry import QWEN3
+from common.model.geometry import QWEN3, Geometry
 from common.rollout.budgets import plan_budgets
 from common.rollout.device import Decoding
 from common.schedule.presets import BIN_TOKENS, PAGE_SIZE, PUBLISHED
@@ -41,11 +40,11 @@ GOALS = {"1.7b": 3.0, "4b": 2.65, "8b": 2.35}
 CONTEXT = 32_768
 CACHE_BYTES = 110 * 2**30
 NUM_DENSE = 2
-MARGIN = 512  # tokens that a row has room for: steps are repeated
+MARGIN = 512  # tokens by which a row may grow while its step is timed
 
 
 class Batch(NamedTuple):
-    """Rows whose caches fill what there is."""
+    """Lengths of rows, chosen so that their keys and values fill the cache."""
 
     name: str
     lengths: np.ndarray
@@ -57,14 +56,14 @@ def schedule_of(model: str) -> Schedule:
     return Schedule(page_size=PAGE_SIZE, bin_tokens=BIN_TOKENS, budgets=PUBLISHED[name], name=name)
 
 
-def cache_room(g: ModelConfig, free: int) -> int:
-    """Bytes for the cache beside weights and 4 GiB of others; 0 if no row of CONTEXT fits."""
+def cache_room(g: Geometry, free: int) -> int:
+    """Bytes for the cache beside weights and 4 GiB for the rest; 0 if no row of CONTEXT fits."""
     room = min(CACHE_BYTES, int(0.95 * free) - 2 * decode_cost.step_weights(g) - 2**32)
     return room if room >= CONTEXT * decode_cost.token_bytes(g) else 0
 
 
-def batches(g: ModelConfig, cache_bytes: int, context: int = CONTEXT) -> Iterator[Batch]:
-    """Lengths spread evenly over (0, context], and all of context; each fills the cache."""
+def batches(g: Geometry, cache_bytes: int, context: int = CONTEXT) -> Iterator[Batch]:
+    """Two batches that fill the cache: lengths spread over (0, context], and all `context`."""
     longest = context - MARGIN
     tokens = cache_bytes // decode_cost.token_bytes(g)
     rows = max(1, int(2 * tokens // (context + MARGIN)))
@@ -73,8 +72,8 @@ def batches(g: ModelConfig, cache_bytes: int, context: int = CONTEXT) -> Iterato
     yield Batch(f"{context} tokens", np.full(max(1, tokens // context), longest, np.int32))
 
 
-def random_model(g: ModelConfig, ops: Ops, dtype, device) -> Decoder:
-    """Weights of a size at which hidden states neither vanish nor overflow."""
+def random_model(g: Geometry, ops: Ops, dtype, device) -> Decoder:
+    """A decoder with random weights, small enough that no hidden state overflows."""
     model = Decoder(g, ops=ops, dtype=dtype, device=device)
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -86,7 +85,7 @@ def build_step(
     model: Decoder, lengths: np.ndarray, schedule: Schedule | None, pool, capture: Capture,
     context: int,
 ) -> DecodeStep:  # fmt: skip
-    """One captured decode step of the engine over these rows, each with pages of its own."""
+    """One captured decode step of the engine over these rows; every row has its own pages."""
     width = -(-context // PAGE_SIZE)
     rows = len(lengths)
     device = model.embed_VD.device
@@ -122,8 +121,8 @@ def build_step(
     return step
 
 
-def both_bytes(name: str, g: ModelConfig, batch: Batch) -> dict[str, int]:
-    """Bytes that a dense step and a step under the model's schedule must read (common/cost)."""
+def both_bytes(name: str, g: Geometry, batch: Batch) -> dict[str, int]:
+    """Bytes that a dense step and a step under the model's schedule must read."""
     kinds = {"dense": None, "sparse": schedule_of(name)}
     return {
         kind: int(
@@ -138,9 +137,9 @@ def both_bytes(name: str, g: ModelConfig, batch: Batch) -> dict[str, int]:
 
 
 def measure(
-    name: str, g: ModelConfig, batch: Batch, times: dict[str, float], copy: float
+    name: str, g: Geometry, batch: Batch, times: dict[str, float], copy: float
 ) -> dict[str, Any]:
-    """A row of the table from milliseconds of a dense and a sparse step."""
+    """A row of the table from the milliseconds of a dense and a sparse step."""
     size = both_bytes(name, g, batch)
     out: dict[str, Any] = {"model": name, "lengths": batch.name, "rows": len(batch.lengths)}
     for kind, ms in times.items():
@@ -171,7 +170,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run_model(
-    name: str, g: ModelConfig, ops: Ops, device, clock: Callable[[DecodeStep], float],
+    name: str, g: Geometry, ops: Ops, device, clock: Callable[[DecodeStep], float],
     copy: float, *, capture: Capture, cache_bytes: int, dtype=torch.bfloat16, context=CONTEXT,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Rows of the table of one model; `clock` gives the milliseconds of a step."""
@@ -179,7 +178,7 @@ def run_model(
     kinds = {"dense": None, "sparse": schedule_of(name)}
     for batch in batches(g, cache_bytes, context):
         num_pages = 1 + int((-(-(batch.lengths + MARGIN) // PAGE_SIZE)).sum())
-        pool = kv_cache.allocate(model, num_pages, PAGE_SIZE)
+        pool = kv_cache.allocate(g, num_pages, PAGE_SIZE, dtype, device=device)
         for x in pool:
             x.normal_()
         times = {}
@@ -200,7 +199,7 @@ def milliseconds(step: DecodeStep) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 if a kernel is wrong; nothing is timed then."""
+    """Run everything; the exit status is 1, without timing, if a kernel is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
     arguments = parser.parse_args(argv)

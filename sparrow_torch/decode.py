@@ -1,10 +1,14 @@
 """The device programs of the engine: prefill a chunk, fork samples, decode a step.
 
-A decode step runs over as many rows as there are running samples, rounded up to a bucket (a power
-of 2), on buffers of fixed place and shape. On a GPU each bucket is captured once as a CUDA graph
-and replayed: lengths, budgets, pages and weights may change between replays, since they are all
-read from the device. One step is captured, so a chunk of any number of steps is that many replays.
-The graphs share one pool of memory: a step leaves nothing but its buffers behind.
+    prefill  prompt tokens ---> pages of the cache, prompt_hidden (last hidden state of a prompt)
+    fork     prompt_hidden ---> hidden_SD of a slot; copies the partly filled last page
+    decode   hidden_SD -> logits -> token -> model.extend -> cache, hidden_SD   (repeated)
+
+A decode step runs over the running samples, their number rounded up to a bucket (a power of 2), on
+buffers of fixed address and shape. On a GPU each bucket is captured once as a CUDA graph and then
+replayed, once per step. Lengths, budgets, pages and weights may change between replays, because the
+graph reads them from device memory. All graphs share one pool of memory, because a step keeps
+nothing but its buffers.
 """
 
 from __future__ import annotations
@@ -23,12 +27,12 @@ from sparrow_torch.sampling import fused_sample, nucleus_only, sample
 
 
 def run_again(step: Callable[[], None]) -> Callable[[], None]:
-    """Where there are no graphs: the function itself."""
+    """The step itself: the capture of devices without CUDA graphs."""
     return step
 
 
 class Shape(NamedTuple):
-    """What a captured step depends on; all else it reads from its buffers."""
+    """What is fixed when a step is captured; everything else it reads from its buffers."""
 
     rows: int
     num_budgets: int
@@ -44,33 +48,33 @@ def budget_at(position_B: torch.Tensor, budgets: torch.Tensor, bin_tokens: int) 
 
 
 def bucket(rows: int, most: int) -> int:
-    """The smallest power of 2 of at least `rows`, but not more than `most`."""
+    """The smallest power of 2 that is at least `rows`, or `most` if that is smaller."""
     return min(1 << (rows - 1).bit_length(), most)
 
 
 class DecodeStep:
-    """One token for each row of its buffers; run() repeats it. Padding rows are never active."""
+    """One decode step on buffers of its own; run() executes it. Padding rows are never active."""
 
     def __init__(self, programs: Programs, shape: Shape):
         self.programs, self.shape = programs, shape
         B, place = shape.rows, {"device": programs.device}
         self.slot_B = torch.full((B,), programs.num_slots, **place)
         self.active_B = torch.zeros(B, dtype=torch.bool, **place)
-        self.cached_B, self.limit_B, self.drawn_B, self.token_B = (
+        self.cached_B, self.limit_B, self.num_sampled_B, self.token_B = (
             torch.zeros(B, dtype=torch.int32, **place) for _ in range(4)
         )
         self.key_B = tuple(torch.zeros(B, dtype=torch.int64, **place) for _ in range(2))
         self.table_BP = torch.zeros((B, programs.table_width), dtype=torch.int32, **place)
         self.budgets = torch.zeros(shape.num_budgets, dtype=torch.int32, **place)
         self.logp_B = torch.zeros(B, **place)
-        self.run = programs.capture(self._step)  # no row is active: nothing is changed
+        self.run = programs.capture(self._step)  # changes nothing, because no row is active
 
     def load(self, d: Decoding, slots) -> None:
-        """Fill the buffers with the state of `slots`; a bucket's other rows are padding."""
+        """Fill the buffers with the state of `slots`; the other rows of the bucket are padding."""
         count = len(slots)
         self.slot_B.fill_(self.programs.num_slots)
         self.active_B.fill_(False)
-        self.drawn_B.zero_()
+        self.num_sampled_B.zero_()
         self.slot_B[:count] = torch.as_tensor(slots)
         rows: list[tuple[torch.Tensor, Any]] = [
             (self.active_B, d.active_S), (self.cached_B, d.cached_S), (self.limit_B, d.limit_S),
@@ -82,7 +86,7 @@ class DecodeStep:
         self.budgets.copy_(torch.as_tensor(d.budgets))
 
     def _step(self) -> None:
-        """Draw a token from the hidden state of each row, then run it through the model."""
+        """Sample a token from the hidden state of each row, then run it through the model."""
         p, shape, cached = self.programs, self.shape, self.cached_B
         hidden_BD = p.hidden_SD[self.slot_B]
         token, logp = p.sample(
@@ -91,7 +95,7 @@ class DecodeStep:
         active = self.active_B
         self.token_B.copy_(torch.where(active, token, 0))
         self.logp_B.copy_(torch.where(active, logp, 0))
-        self.drawn_B += active
+        self.num_sampled_B += active
         stops = (token[:, None] == p.stop_ids).any(1)
         active = active & ~stops & (cached + 1 < self.limit_B)
         sparse: dict[str, Any] = {}
@@ -108,7 +112,7 @@ class DecodeStep:
 
 
 class Programs:
-    """Device of the paged engine (common/rollout): cache, hidden states of slots, CUDA graphs."""
+    """Device of common/rollout/device.py: the cache, hidden states of slots, CUDA graphs."""
 
     def __init__(
         self, model: Decoder, cache, *, num_slots: int, table_width: int, chunk: int,
@@ -121,21 +125,22 @@ class Programs:
         embed_VD = model.embed_VD
         self.device = embed_VD.device
         self.stop_ids = torch.tensor(stop_ids, device=self.device)
-        self.hidden_SD = embed_VD.new_zeros(num_slots + 1, embed_VD.shape[1])  # one for padding
+        # The last row is for padding.
+        self.hidden_SD = embed_VD.new_zeros(num_slots + 1, embed_VD.shape[1])
         self.prompt_hidden = embed_VD.new_zeros(PREFILL_ROWS, embed_VD.shape[1])
         self.steps: dict[Shape, DecodeStep] = {}
         if self.device.type == "cuda":
             self.fuse()
 
     def fuse(self, **options: Any) -> None:
-        """Let torch.compile join the small operations of a step; options: its own."""
+        """Let torch.compile, with these options, fuse the small operations of a step."""
         options = {"dynamic": True, "fullgraph": True} | options
-        compile: Any = torch.compile  # its overloads do not take options by **
+        compile: Any = torch.compile  # pyrefly: its overloads do not accept **options
         self.model.project = compile(self.model.project, **options)
         self.model.finish = compile(self.model.finish, **options)
         if self.sample is sample:
             self.sample = compile(sample, **options)
-        else:  # a kernel joins all but top-p
+        else:  # the kernel does all but top-p
             nucleus = compile(nucleus_only, **options)
             self.sample = functools.partial(fused_sample, nucleus=nucleus)
 
@@ -144,6 +149,7 @@ class Programs:
 
     @torch.no_grad()
     def prefill(self, tokens_BT, start_B, num_new_B, page_table_BP) -> None:
+        """Dense pass over the next tokens of up to PREFILL_ROWS prompts."""
         tokens_BT, start_B, num_new_B, page_table_BP = map(
             self._tensor, (tokens_BT, start_B, num_new_B, page_table_BP)
         )
@@ -154,6 +160,7 @@ class Programs:
 
     @torch.no_grad()
     def fork(self, starts: Sequence[Fork]) -> None:
+        """Start samples of the prompts that were prefilled last."""
         source, slot, page_from, page_to = self._tensor(starts).T
         self.hidden_SD[slot] = self.prompt_hidden[source]
         kv, _ = self.cache
@@ -161,6 +168,7 @@ class Programs:
 
     @torch.no_grad()
     def decode(self, d: Decoding) -> DecodeResult:
+        """Sample up to `chunk` tokens in every active slot."""
         slots = d.active_S.nonzero()[0]
         shape = Shape(
             bucket(len(slots), self.num_slots), len(d.budgets), d.bin_tokens, d.max_selected,
@@ -173,13 +181,13 @@ class Programs:
         tokens, logps = [], []
         for _ in range(min(self.chunk, int((d.limit_S - d.cached_S)[slots].max()))):
             if self.device.type == "cpu" and not step.active_B.any():
-                break  # a GPU is not waited for
+                break  # on a GPU this check would force a host sync; finished rows are masked
             step.run()
             tokens.append(step.token_B.clone())
             logps.append(step.logp_B.clone())
         S, T = len(d.active_S), len(tokens)
 
-        def by_slot(before_S, rows):
+        def by_slot(before_S: np.ndarray, rows: torch.Tensor) -> np.ndarray:
             before_S[slots] = rows[: len(slots)].cpu().numpy()
             return before_S
 
@@ -188,8 +196,8 @@ class Programs:
             cached_S=by_slot(d.cached_S.copy(), step.cached_B),
             tokens_ST=by_slot(np.zeros((S, T), np.int32), torch.stack(tokens, 1)),
             logp_ST=by_slot(np.zeros((S, T), np.float32), torch.stack(logps, 1)),
-            num_sampled_S=by_slot(np.zeros(S, np.int32), step.drawn_B),
+            num_sampled_S=by_slot(np.zeros(S, np.int32), step.num_sampled_B),
         )
 
     def close(self) -> None:
-        pass
+        """Nothing to do: cache and graphs are kept for the next call."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from common.config import ModelConfig, RolloutConfig
+from common.config import RolloutConfig
+from common.model.geometry import Geometry
 from common.rollout.paged_engine import PagedEngine
 from kernels_triton.cuda_graph import Capture, cuda_graphs
 from kernels_triton.ops import Ops
@@ -17,13 +18,13 @@ from sparrow_torch.model import Decoder
 
 
 class Engine(PagedEngine):
-    """Paged, slot-refilling sampler of one policy (RolloutEngine of common/protocols.py)."""
+    """RolloutEngine of common/protocols.py: a paged cache, and slots that are refilled."""
 
     def __init__(
-        self, geometry: ModelConfig, config: RolloutConfig, stop_ids, dtype, *, ops: Ops, device,
+        self, geometry: Geometry, config: RolloutConfig, stop_ids, dtype, *, ops: Ops, device,
         capture: Capture | None = None,
     ):  # fmt: skip
-        """capture None: CUDA graphs with kernels on a GPU; references wait for the device."""
+        """capture None: CUDA graphs for kernels on a GPU; references force host syncs, so none."""
         super().__init__(config, stop_ids)
         device = torch.device(device)
         self.model = Decoder(geometry, ops=ops, dtype=dtype, device=device)
@@ -37,17 +38,21 @@ class Engine(PagedEngine):
         self._programs: Programs | None = None
 
     def load_weights(self, params: Mapping[str, Any], version: int) -> None:
-        """Weights by name, as Decoder.load takes them; no page outlives a generate call."""
+        """Copy weights by name, as Decoder.load takes them. No page outlives a generate call."""
         self.model.load(params)
         super().load_weights(self.model, version)
 
     def open(self) -> Programs:
-        """Made once: captured steps know the places of weights, cache and hidden states."""
+        """The programs, made once: captured steps hold the addresses of weights and cache."""
         if self._programs is None:
-            config = self.config
+            config, weight = self.config, self.model.embed_VD
+            cache = kv_cache.allocate(
+                self.model.geometry, self.num_pages, config.page_size, weight.dtype,
+                device=weight.device,
+            )  # fmt: skip
             self._programs = Programs(
                 self.model,
-                kv_cache.allocate(self.model, self.num_pages, config.page_size),
+                cache,
                 num_slots=config.num_slots,
                 table_width=self.table_width,
                 chunk=config.decode_chunk,

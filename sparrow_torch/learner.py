@@ -1,6 +1,6 @@
-"""The GRPO loss, its gradients and AdamW in torch: for cross-checks, the learner itself is Flax.
+"""The GRPO loss, its gradients and AdamW in torch, for cross-checks against the learner in Flax.
 
-The same functions as in sparrow_jax/learner.py; its docstring has the formula.
+The functions are those of sparrow_jax/learner.py, with the formula in its docstring.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from sparrow_torch.model import Decoder
 from sparrow_torch.scorer import token_logprobs
 
 
-def tangent_exp(x):
-    """exp(x); past LOG_RATIO_LIMIT its tangent there, so no value or gradient overflows."""
+def tangent_exp(x: torch.Tensor) -> torch.Tensor:
+    """exp(x), continued above LOG_RATIO_LIMIT by its tangent, so that nothing overflows."""
     return x.clamp(max=LOG_RATIO_LIMIT).exp() * (1.0 + (x - LOG_RATIO_LIMIT).clamp(min=0.0))
 
 
-def k3_estimate(delta):
-    """e(delta) - delta - 1 with e = tangent_exp, never below 0.
+def k3_estimate(delta: torch.Tensor) -> torch.Tensor:
+    """e(delta) - delta - 1 with e = tangent_exp; never negative.
 
-    By a series near 0, where the difference of rounded numbers would lose its sign.
+    Near 0 it is computed by a series, because the difference could round to a negative number.
     """
     d = delta.clamp(-0.1, 0.1)
     near = d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6))))
@@ -36,8 +36,11 @@ def k3_estimate(delta):
 
 def policy_loss_sum(
     logp_BT, batch: Mapping[str, torch.Tensor], clip_low, clip_high, kl_coef, dual_clip, fresh: bool
-):
-    """Summed loss of a micro-batch and sums for the log; `fresh` = first minibatch of a rollout."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss of a micro-batch, and sums for the log.
+
+    fresh: the weights are those that scored the rollout, so the ratio to them is exactly 1.
+    """
     mask, A = batch["loss_mask_BT"], batch["advantage_BT"]
     old = logp_BT.detach() if fresh else batch["logp_old_BT"]
     rho = tangent_exp(torch.where(mask, logp_BT - old, 0.0))
@@ -57,10 +60,10 @@ def policy_loss_sum(
 
 def accumulate_gradient(
     model: Decoder, batch: MicroBatch, numbers, fresh: bool, temperature: float, *, remat=False
-):
-    """Add the gradient of one micro-batch's summed loss to each parameter's .grad; the sums.
+) -> dict[str, torch.Tensor]:
+    """Add the gradient of a micro-batch's summed loss to each parameter's .grad.
 
-    numbers: GrpoConfig.loss_numbers.
+    Returns the sums of policy_loss_sum. numbers: GrpoConfig.loss_numbers.
     """
     device = model.embed_VD.device
     arrays = {name: torch.as_tensor(x, device=device) for name, x in vars(batch).items()}
@@ -74,14 +77,14 @@ def accumulate_gradient(
 def make_optimizer(
     c: LearnerConfig, parameters: Iterable[torch.nn.Parameter]
 ) -> Callable[[float], float]:
-    """AdamW with linear warm-up, after clipping by global norm, as sparrow_jax's of this name.
+    """AdamW with linear warm-up after clipping by global norm: that of sparrow_jax, in torch.
 
         g    = .grad / denominator;   g *= min(1, max_grad_norm / ||g||)
         rate = learning_rate * min((1 + n (warmup_steps - 1) / warmup_steps) / warmup_steps, 1)
         w   -= rate * (m_hat / (sqrt(v_hat) + 1e-8) + weight_decay w)        at step n = 0, 1, ...
 
-    Returns step(denominator): one such step from the summed gradients in .grad, which it clears;
-    the norm of the gradient before clipping.
+    Returns step(denominator), which takes one such step from the summed gradients in .grad, clears
+    them, and returns the norm of the gradient before clipping.
     """
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(

@@ -1,9 +1,13 @@
-"""Qwen3 / Llama-style decoder in torch, the weights stacked and named as in sparrow_jax/model.py.
+"""The decoder in torch: Qwen3 (with QK norm) or Llama style, weights named as in sparrow_jax.
 
-One block, for hidden states x: x += attention(norm(x)) o ; x += (silu(h gate) * (h up)) down with
-h = norm(x). Two ways through the same weights:
+One block, for hidden states x:
+
+    x += attention(norm(x)) o
+    x += (silu(h gate) * (h up)) down     with h = norm(x)
+
+The same weights are used in two ways:
   `hidden`  whole sequences (training, scoring, replay), attention by flash_prefill;
-  `extend`  new tokens on top of a paged cache (prefill and decode), attention by sparse_decode.
+  `extend`  new tokens after those in a paged cache (prefill, decode), attention by sparse_decode.
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common.config import ModelConfig
-from common.model.geometry import layer_shapes
+from common.model.geometry import Geometry, layer_shapes
 from kernels_triton.ops import REFERENCE, Ops
 from kernels_triton.reference import NUM_RESERVED
 
@@ -25,13 +28,13 @@ from kernels_triton.reference import NUM_RESERVED
 class Decoder(torch.nn.Module):
     """Parameters and forward passes; see the file's docstring. ops: kernels or references."""
 
-    def __init__(self, g: ModelConfig, *, ops: Ops = REFERENCE, dtype=torch.float32, device=None):
+    def __init__(self, g: Geometry, *, ops: Ops = REFERENCE, dtype=torch.float32, device=None):
         super().__init__()
         self.geometry, self.ops = g, ops
-        self.project, self.finish = _project, _finish  # of `extend`; may be compiled
+        self.project, self.finish = _project, _finish  # `extend` calls these; may be compiled
         place = {"dtype": dtype, "device": device}
 
-        def zeros(*shape):
+        def zeros(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.zeros(shape, **place))
 
         self.embed_VD = zeros(g.vocab_size, g.hidden_size)
@@ -44,10 +47,10 @@ class Decoder(torch.nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Copy weights by name ("layers.q_LDNH"): anything with __dlpack__, or numpy arrays.
+        """Copy weights by name ("layers.q_LDNH"): numpy arrays, or anything with __dlpack__.
 
-        A copy in this model's type and on its device: a learner reuses its buffers. ValueError for
-        names or shapes of another geometry.
+        They are copied to this model's type and device, because a learner reuses its buffers.
+        Raises: ValueError if a name or a shape belongs to another geometry.
         """
         own = dict(self.named_parameters())
         if own.keys() != weights.keys():
@@ -63,7 +66,7 @@ class Decoder(torch.nn.Module):
             own[name].copy_(tensor)
 
     def head(self) -> torch.Tensor:
-        """Output head [V, D]; the embedding when tied."""
+        """Output head [V, D]; the embedding if the geometry ties them."""
         return self.embed_VD if self.geometry.tie_embeddings else self.head_VD
 
     def logits(self, hidden_BD) -> torch.Tensor:
@@ -76,25 +79,27 @@ class Decoder(torch.nn.Module):
     def hidden(
         self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2,
         policy="mean", observe=None,
-    ):  # fmt: skip
-        """Final hidden states [B, T, D] of right-padded sequences (causal: padding cannot leak).
+    ) -> Any:  # fmt: skip
+        """Final hidden states [B, T, D] of right-padded sequences.
 
-        budget_T int32 [T] replays sparse decode in all layers but the first num_dense, the pages
-        chosen by a policy of kernels_triton/policies.py (not "mean": always by the reference).
-        observe(q=, k=, v=, a=, x=) makes facts of a layer: then the result is (hidden states, list
-        of them).
+        Attention is causal, so padding cannot change the states before it.
+        budget_T int32 [T]: replay sparse decode with these budgets in all layers but the first
+        num_dense. policy: the rule of kernels_triton/policies.py that chooses the pages; rules
+        other than "mean" are computed by the reference.
+        observe(q=, k=, v=, a=, x=), if given, is called in every layer; the result then is (hidden
+        states, list of what it returned).
         """
         g = self.geometry
         prefill = self.ops.flash_prefill
         if policy != "mean":
             prefill = functools.partial(REFERENCE.flash_prefill, policy=policy)
         position_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        turn = _rope_angles(position_BT, g.head_dim, g.rope_theta)
+        angles = _rope_angles(position_BT, g.head_dim, g.rope_theta)
         x = self.embed_VD[tokens_BT]
 
-        def block(x, layer):
+        def block(x: torch.Tensor, layer: int) -> torch.Tensor:
             w = self._layer(layer)
-            q, k, v = _project(g, w, x, *turn)
+            q, k, v = _project(g, w, x, *angles)
             budget = None if layer < num_dense else budget_T
             a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
             x = _finish(g, w, x, a)
@@ -112,13 +117,14 @@ class Decoder(torch.nn.Module):
         self, cache, tokens_BT, start_B, num_new_B, page_table_BP, *, k_B=None, max_selected=0,
         num_dense=2, observe=None,
     ) -> Any:  # fmt: skip
-        """Append tokens to the paged cache, in place; hidden states [B, T, D] of the new positions.
+        """Append tokens to the paged cache, in place; returns hidden [B, T, D] of the new tokens.
 
-        Row b adds num_new_B[b] <= T tokens at position start_B[b]; the rest of the row is padding.
-        k_B None = dense decode, any T. Otherwise T = 1 and k_B is the budget of each row; layers
-        past the first num_dense read min(k + 3, pages). cache = (kv_pages_LKMxCH, landmarks_LMKH).
-        observe(layer=, q=, marks=, pages=, lse=, sparse=) makes facts of a layer: then the result
-        is (hidden states, list of them).
+        Row b adds num_new_B[b] <= T tokens from position start_B[b] on; the rest of the row is
+        padding. k_B None decodes densely, with any T. Otherwise T = 1, k_B is the budget of each
+        row, and all layers but the first num_dense read min(k + 3, number of pages) pages.
+        cache = (kv_pages_LKMxCH, landmarks_LMKH).
+        observe(layer=, q=, marks=, pages=, lse=, sparse=), if given, is called in every layer; the
+        result then is (hidden, list of what it returned).
         """
         g = self.geometry
         assert k_B is None or tokens_BT.shape[1] == 1, "sparse decode selects for one token per row"
@@ -130,14 +136,14 @@ class Decoder(torch.nn.Module):
         length_B = start_B + num_new_B
         num_pages_B = (length_B + page - 1) // page
         dense = start_B, length_B
-        if k_B is not None:  # the same number of pages in every layer
+        if k_B is not None:  # every layer skips the same number of pages
             skipped = (num_pages_B - k_B - NUM_RESERVED).clamp(min=0) * page
             sparse = start_B - skipped, length_B - skipped
-        turn = _rope_angles(position_BT, g.head_dim, g.rope_theta)
+        angles = _rope_angles(position_BT, g.head_dim, g.rope_theta)
         x, facts = self.embed_VD[tokens_BT], []
         for layer in range(g.num_layers):
             w = self._layer(layer)
-            q, k, v = self.project(g, w, x, *turn)
+            q, k, v = self.project(g, w, x, *angles)
             self.ops.append_kv(kv, marks, layer, k, v, page_table_BP, start_B, num_new_B)
             pages, listed = page_table_BP, dense
             is_sparse = k_B is not None and layer >= num_dense
@@ -149,18 +155,22 @@ class Decoder(torch.nn.Module):
                 listed = sparse
             a, lse = self.ops.sparse_decode(q, kv, layer, pages, *listed)
             if observe:
-                seen = {"layer": layer, "q": q, "marks": marks, "pages": pages, "lse": lse}
-                facts.append(observe(**seen, sparse=is_sparse))
+                given = {"layer": layer, "q": q, "marks": marks, "pages": pages, "lse": lse}
+                facts.append(observe(**given, sparse=is_sparse))
             x = self.finish(g, w, x, a)
         hidden = _rms_norm(x, self.final_norm_D, g.norm_eps)
         return (hidden, facts) if observe else hidden
 
     def _layer(self, layer: int) -> dict[str, torch.Tensor]:
+        """Parameters of one layer by name."""
         return {name: w[layer] for name, w in self.layers.items()}
 
 
-def _project(g, w, x_BTD, cos, sin):
-    """Queries, keys (both normed where the geometry says so, then rotated) and values."""
+def _project(
+    g: Geometry, w: dict[str, torch.Tensor], x_BTD: torch.Tensor, cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Queries, keys and values; queries and keys with QK norm, if the model has it, and RoPE."""
     h = _rms_norm(x_BTD, w["attn_norm_LD"], g.norm_eps)
     q, k, v = (torch.einsum("btd,dnh->btnh", h, w[name]) for name in ("q_LDNH", "k_LDKH", "v_LDKH"))
     if g.qk_norm:
@@ -169,28 +179,33 @@ def _project(g, w, x_BTD, cos, sin):
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def _finish(g, w, x_BTD, attention_BTNH):
-    """Output projection and feed-forward with their residuals."""
+def _finish(
+    g: Geometry, w: dict[str, torch.Tensor], x_BTD: torch.Tensor, attention_BTNH: torch.Tensor
+) -> torch.Tensor:
+    """Output projection and feed-forward layer, each added to the residual stream."""
     x = x_BTD + torch.einsum("btnh,nhd->btd", attention_BTNH, w["o_LNHD"])
     h = _rms_norm(x, w["mlp_norm_LD"], g.norm_eps)
     gated = torch.nn.functional.silu(h @ w["gate_LDF"]) * (h @ w["up_LDF"])
     return x + gated @ w["down_LFD"]
 
 
-def _rms_norm(x, weight, eps):
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last axis; the mean square is computed in float32."""
     x32 = x.float()
     scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
     return (x32 * scale).to(x.dtype) * weight
 
 
-def _rope_angles(position_BT, head_dim, theta):
+def _rope_angles(
+    position_BT: torch.Tensor, head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [B, T, 1, H/2] of the rotation angles position * theta^(-2i/H), in float32."""
     i = torch.arange(0, head_dim // 2, dtype=torch.float32, device=position_BT.device)
     angle = position_BT[..., None, None].float() * theta ** (-i * 2 / head_dim)
     return angle.cos(), angle.sin()
 
 
-def _rotate(x, cos, sin):
-    """RoPE in the Hugging Face convention: halves, not interleaved pairs."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in the Hugging Face convention: dimension i is paired with i + H / 2."""
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

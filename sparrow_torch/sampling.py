@@ -1,4 +1,4 @@
-"""Draw a token per row with the portable noise, and its log-prob where it was drawn from."""
+"""Samples one token per row with the portable noise, and gives its log-prob."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from common.rollout import noise
 from kernels_triton.reference import log_softmax
 
 
-def sample(logits_BV, key_B, position_B, temperature: float, top_p: float):
-    """Token ids int64 [B] and log-probs float32 [B].
+def sample(
+    logits_BV, key_B, position_B, temperature: float, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids int64 [B] and their log-probs float32 [B] under the distribution sampled from.
 
-    token = argmax_v logits_v / temperature - log(-log u_v), with u a pure function of the row's key
-    and the position. top_p < 1 keeps the smallest set of tokens with probability >= top_p (ties by
-    lower id) and renormalises; the log-prob is that of the renormalised distribution. temperature 0
-    takes the argmax, its log-prob is at temperature 1.
+    token = argmax_v logits_v / temperature - log(-log u_v) (Gumbel-max), where u is a pure function
+    of the row's key and the position. top_p < 1 keeps the smallest set of tokens whose probability
+    is at least top_p (ties: the lower id) and renormalizes, also for the log-prob. temperature 0
+    takes the argmax, with its log-prob at temperature 1.
     """
     logits_BV, greedy = logits_BV.float(), temperature == 0
     if not greedy:
@@ -31,11 +33,13 @@ def sample(logits_BV, key_B, position_B, temperature: float, top_p: float):
     return token_B, logp_BV.gather(-1, token_B[:, None])[:, 0]
 
 
-def fused_sample(logits_BV, key_B, position_B, temperature: float, top_p: float, *, nucleus=None):
-    """The same by a Triton kernel that makes noise, argmax and log-prob in one pass.
+def fused_sample(
+    logits_BV, key_B, position_B, temperature: float, top_p: float, *, nucleus=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `sample`, by a Triton kernel that makes noise, argmax and log-prob in one pass.
 
-    The kernel's scores do not subtract the log-sum-exp: tokens are those of `sample` unless two
-    scores are within a rounding of each other. nucleus: nucleus_only, or a compiled form of it.
+    The kernel does not subtract the log-sum-exp from its scores, so a token differs from that of
+    `sample` where rounding decides between two scores. nucleus: nucleus_only, or a compiled form.
     """
     from kernels_triton.sample_tokens import sample_tokens
 
@@ -45,13 +49,13 @@ def fused_sample(logits_BV, key_B, position_B, temperature: float, top_p: float,
     return sample_tokens(logits_BV, key_B, position_B, temperature)
 
 
-def nucleus_only(logits_BV, top_p):
-    """-inf for the tokens that top-p drops."""
+def nucleus_only(logits_BV, top_p) -> torch.Tensor:
+    """The logits, with -inf for the tokens that top-p drops."""
     return torch.where(_nucleus(logits_BV, top_p), logits_BV, -torch.inf)
 
 
-def _nucleus(logits_BV, top_p):
-    """Tokens kept by top-p: those with less than top_p of probability strictly ahead of them."""
+def _nucleus(logits_BV, top_p) -> torch.Tensor:
+    """Mask [B, V] of the tokens that have less than top_p of probability strictly before them."""
     order = torch.argsort(-logits_BV, dim=-1, stable=True)
     ranked = logits_BV.softmax(-1).gather(-1, order)
     kept = ranked.cumsum(-1) - ranked < top_p

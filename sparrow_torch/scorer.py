@@ -1,10 +1,11 @@
-"""Dense log-probs of sampled tokens, and exact replay of sparse decode: teacher-forced passes."""
+"""Teacher-forced passes: dense log-probs of sampled tokens, and exact replay of sparse decode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.config import Config
@@ -14,43 +15,53 @@ from kernels_triton.reference import topk_overlap
 from sparrow_torch.model import Decoder
 
 
-def next_token_view(hidden_BTD, tokens_BT):
-    """Flatten so that row t - 1 of the hidden states meets token t: ([B(T-1), D], [B(T-1)])."""
+def next_token_view(hidden_BTD, tokens_BT) -> tuple[torch.Tensor, torch.Tensor]:
+    """Align hidden states with tokens: row t - 1 predicts token t.
+
+    Returns the hidden states [B (T - 1), D] and the tokens [B (T - 1)] that they predict.
+    """
     width = hidden_BTD.shape[-1]
     return hidden_BTD[:, :-1].reshape(-1, width), tokens_BT[:, 1:].reshape(-1)
 
 
-def align(values_X, tokens_BT, fill=0.0):
-    """Back to [B, T], where entry t speaks about token t; entry 0 is `fill`."""
+def align(values_X, tokens_BT, fill=0.0) -> torch.Tensor:
+    """Values of next_token_view as [B, T], where entry t belongs to token t; entry 0 is `fill`."""
     B, T = tokens_BT.shape
     return torch.nn.functional.pad(values_X.reshape(B, T - 1), (1, 0), value=fill)
 
 
-def token_logprobs(model: Decoder, tokens_BT, temperature, *, remat=False):
-    """Log-prob and entropy of every token but the first, [B, T]; differentiated by the learner."""
+def token_logprobs(
+    model: Decoder, tokens_BT, temperature, *, remat=False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of every token, [B, T], 0 at t = 0; the learner differentiates them."""
     hidden, targets = next_token_view(model.hidden(tokens_BT, remat=remat), tokens_BT)
     logp, entropy = model.ops.token_logprob(hidden, model.head(), targets, temperature=temperature)
     return align(logp, tokens_BT), align(entropy, tokens_BT)
 
 
-class TorchScorer(BatchedScorer):
-    """Passes of the batched scorer; weights come by name, as Decoder.load takes them."""
+class Scorer(BatchedScorer):
+    """The device's half of common/mismatch/batched_scorer.py."""
 
     def __init__(self, model: Decoder, config: Config):
         super().__init__(config)
         self.model = model
 
     def load_weights(self, params: Mapping[str, Any], version: int) -> None:
+        """Copy weights by name, as Decoder.load takes them."""
         self.model.load(params)
         super().load_weights(self.model, version)
 
     @torch.no_grad()
-    def score(self, tokens_BT, temperature):
-        out = token_logprobs(self.model, self._tensor(tokens_BT), float(temperature))
-        return [x.cpu().numpy() for x in out]
+    def score(self, tokens_BT, temperature) -> tuple[np.ndarray, np.ndarray]:
+        """Dense log-prob and entropy of every token, [B, T]; entry 0 is 0."""
+        logp, entropy = token_logprobs(self.model, self._tensor(tokens_BT), float(temperature))
+        return logp.cpu().numpy(), entropy.cpu().numpy()
 
     @torch.no_grad()
-    def overlaps(self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0):
+    def overlaps(
+        self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0
+    ) -> Iterator[Overlap]:
+        """One Overlap per entry of budgets; see Scorer in common/protocols.py."""
         config, model, tokens = self.config.rollout, self.model, self._tensor(tokens_BT)
         how = {"page": config.page_size, "num_dense": config.num_dense_layers, "policy": policy}
         prompt_len, temperature = self._tensor(prompt_len_B), float(temperature)

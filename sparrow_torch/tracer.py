@@ -1,4 +1,4 @@
-"""What the torch backend computes, laid open for `sparrow trace` (common/crosscheck/trace.py)."""
+"""Exposes intermediate results of the torch backend to `sparrow trace` (common/crosscheck)."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from sparrow_torch import backend, cache, learner
 from sparrow_torch.scorer import next_token_view
 
 
-def build(config: Config) -> TorchTracer:
-    """Engine, scorer and gradients with the weights of model.path."""
+def build(config: Config) -> Tracer:
+    """A tracer of engine, scorer and gradients with the weights of model.path."""
     scorer, geometry, _ = backend.build_scorer(config)
     engine = backend.build_engine(config, geometry=geometry, stop_ids=())
     engine.load_weights(dict(hf.load(config.model.path)[1]), 0)
-    return TorchTracer(engine, scorer, config)
+    return Tracer(engine, scorer, config)
 
 
-def facts_of_layer(**seen):
-    """Projections of what a block computes, and the norm of its hidden state x, [B, T, ...]."""
-    flat = {FACTS[name]: y.reshape(*y.shape[:2], -1).float() for name, y in seen.items()}
+def facts_of_layer(**arrays: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Projections of the arrays of a layer, and the norm of its output x; [B, T, ...] each."""
+    flat = {FACTS[name]: y.reshape(*y.shape[:2], -1).float() for name, y in arrays.items()}
     to = lambda y: torch.from_numpy(sketch.directions(y.shape[-1])).to(y.device)  # noqa: E731
     facts = {name: y @ to(y) for name, y in flat.items()}
     return {**facts, "block_norm": flat["block"].norm(dim=-1)}
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict:
-    """Where and with what; part of a trace's meta data."""
+    """Device, type and versions, for the metadata of a trace."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     versions = {"torch": torch.__version__, "numpy": np.__version__}
     return {"device": name, "dtype": str(dtype).removeprefix("torch."), "versions": versions}
 
 
 def stacked(facts) -> dict[str, np.ndarray]:
-    """[L, ...] of a list of facts, one per layer."""
+    """Arrays [L, ...] by name, from a list with the facts of each layer."""
     return {name: torch.stack([f[name] for f in facts]).cpu().numpy() for name in facts[0]}
 
 
 def joined(rows) -> dict[str, np.ndarray]:
-    """Facts [L, B, T, ...] of a list of facts [L, 1, T, ...], one per row."""
+    """Arrays [L, B, T, ...] by name, from a list with the facts [L, 1, T, ...] of each row."""
     return {name: np.concatenate([facts[name] for facts in rows], 1) for name in rows[0]}
 
 
 def top_tokens(
     logits_of_rows: Iterable[torch.Tensor], temperature: float, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 is void.
+    """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 has no meaning.
 
-    logits_of_rows: B times [T - 1, V], taken one after the other.
+    logits_of_rows: yields [T - 1, V] for each of B rows.
     """
     pad = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0)).cpu().numpy()  # noqa: E731
     found = []
@@ -69,15 +69,17 @@ def top_tokens(
     return ids, logp
 
 
-def chosen_and_entropy(logits_TV, targets_T, temperature: float):
-    """Log-probs of the targets and entropies, [T] each, by logits of any type."""
+def chosen_and_entropy(
+    logits_TV, targets_T, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the targets, and entropies, [T] each, from logits of any type."""
     logp = log_softmax(logits_TV.float() / temperature)
     return logp.gather(-1, targets_T[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 @contextlib.contextmanager
 def removing(hooks) -> Iterator[None]:
-    """Remove hooks at the end, whatever happens."""
+    """Remove the hooks when the block ends, also after an error."""
     try:
         yield
     finally:
@@ -85,7 +87,7 @@ def removing(hooks) -> Iterator[None]:
             hook.remove()
 
 
-class TorchTracer:
+class Tracer:
     """Tracer of common/crosscheck/trace.py."""
 
     def __init__(self, engine, scorer, config: Config):
@@ -94,27 +96,33 @@ class TorchTracer:
         embed = self.model.embed_VD
         self.description = {**describe(embed.device, embed.dtype), "attention": self.model.ops.name}
 
-    def greedy(self, prompts, num_tokens):
+    def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs [B, N] of greedy decoding by the engine."""
         return greedy(self.generate, prompts)
 
     def tensor(self, x) -> torch.Tensor:
+        """x as int64 on the device of the model."""
         return torch.as_tensor(x, device=self.model.embed_VD.device).long()
 
     @torch.no_grad()
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
+        """Facts [L, B, T, ...] of a dense pass."""
         return stacked(self.model.hidden(self.tensor(tokens_BT), observe=facts_of_layer)[1])
 
     @torch.no_grad()
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 has no meaning."""
         rows = (row_T[None] for row_T in self.tensor(tokens_BT))
         hidden = (next_token_view(self.model.hidden(row), row)[0] for row in rows)
         logits = (self.model.logits(x) for x in hidden)
         return top_tokens(logits, self.config.rollout.temperature, number)
 
-    def decoder(self, table_BP, max_selected: int) -> TorchCache:
-        return TorchCache(self, table_BP, max_selected)
+    def decoder(self, table_BP, max_selected: int) -> PagedCache:
+        """An empty cache with this page table, to prefill and decode in."""
+        return PagedCache(self, table_BP, max_selected)
 
     def update(self, batch: TrainBatch) -> Update:
+        """Loss, gradients and new weights of one optimizer step."""
         c, model = self.config, self.model
         numbers = c.grpo.loss_numbers
         losses = [
@@ -132,22 +140,27 @@ class TorchTracer:
         return Update(loss_of(losses, batch), iter(gradients.items()), weights)
 
 
-class TorchCache:
+class PagedCache:
     """Cache of common/crosscheck/trace_decode.py."""
 
-    def __init__(self, tracer: TorchTracer, table_BP, max_selected: int):
+    def __init__(self, tracer: Tracer, table_BP, max_selected: int):
         self._model, self._tensor = tracer.model, tracer.tensor
         self._rollout, self._max_selected = tracer.config.rollout, max_selected
         self._table = tracer.tensor(table_BP)
-        self._cache = cache.allocate(self._model, 1 + table_BP.size, self._rollout.page_size)
+        weight, page = self._model.embed_VD, self._rollout.page_size
+        self._cache = cache.allocate(
+            self._model.geometry, 1 + table_BP.size, page, weight.dtype, device=weight.device
+        )
 
     @torch.no_grad()
     def prefill(self, tokens_BT, start_B, num_new_B) -> None:
+        """Append prompt tokens densely."""
         new = (self._tensor(x) for x in (tokens_BT, start_B, num_new_B))
         self._model.extend(self._cache, *new, self._table)
 
     @torch.no_grad()
     def step(self, token_B, start_B, num_new_B, k_B) -> Step:
+        """Append one token per row with budgets k_B; returns what the layers selected."""
         new = (self._tensor(x) for x in (token_B[:, None], start_B, num_new_B))
         _, facts = self._model.extend(
             self._cache, *new, self._table, k_B=self._tensor(k_B),
@@ -158,7 +171,8 @@ class TorchCache:
         lse = stacked([{"lse": f["lse"]} for f in facts])["lse"]
         return Step(lse, *(stacked(sparse)[name] for name in ("pages", "scores")))
 
-    def _facts(self, layer, q, marks, pages, lse, sparse):
+    def _facts(self, layer, q, marks, pages, lse, sparse) -> dict[str, torch.Tensor]:
+        """Log-sum-exp of a layer; of a sparse layer also the selected pages and all scores."""
         if not sparse:
             return {"lse": lse[:, 0]}
         scores = page_scores(q[:, 0], marks, layer, self._table)
@@ -166,7 +180,7 @@ class TorchCache:
 
 
 def new_weights(config: Config, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """float32 weights of model.path after one optimizer step, by name."""
+    """Weights of model.path by name, in float32, after one optimizer step."""
     weights = {n: torch.nn.Parameter(torch.tensor(x)) for n, x in hf.load(config.model.path)[1]}
     for name, w in weights.items():
         w.grad = torch.tensor(gradients[name])

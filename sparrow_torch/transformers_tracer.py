@@ -1,14 +1,15 @@
-"""What transformers' own models compute, for `sparrow trace --backend=transformers`.
+"""Records what transformers' own models compute: `sparrow trace --backend=transformers`.
 
-The judge from outside: Qwen3ForCausalLM and LlamaForCausalLM as they are, in eager attention.
-They sample nothing here and decode densely, so they take the tokens of another trace, and what
-concerns pages is not recorded. q and k after RoPE are not visible from outside either.
+This is the independent reference: Qwen3ForCausalLM and LlamaForCausalLM, unchanged, with eager
+attention. They decode densely and do not sample here, so they take the tokens of another trace, and
+nothing about pages is recorded. Nor are q and k after RoPE, which hooks cannot reach.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from sparrow_torch.scorer import align
 
 
 def build(config: Config) -> TransformersTracer:
-    """The model of model.path, in the configured type on this machine's device."""
+    """A tracer of the model in model.path, in the configured type, on a GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(config.learner.dtype, device)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -55,7 +56,7 @@ class TransformersTracer:
     @torch.no_grad()
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probs [B, N], one prompt at a time, through transformers' cache."""
-        # Of the model's own, an end token or a repetition penalty would be followed too.
+        # The model's own configuration could end a row early or penalize repetition.
         self.model.generation_config = transformers.GenerationConfig()
         how = transformers.GenerationConfig(
             max_new_tokens=num_tokens, do_sample=False, pad_token_id=0,
@@ -75,7 +76,7 @@ class TransformersTracer:
 
     @torch.no_grad()
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
-        """v, the attention's output and the block's output of each layer, by hooks."""
+        """Values, attention outputs and block outputs of each layer, which hooks record."""
         layers = self.model.model.layers
         seen: list[dict[str, torch.Tensor]] = [{} for _ in layers]
         hooks = []
@@ -89,18 +90,20 @@ class TransformersTracer:
             ]
         rows = []
         with tracer.removing(hooks):
-            for row in tokens_BT:  # one by one: eager attention has all scores in memory
+            for row in tokens_BT:  # one at a time, because eager attention holds all scores
                 self.model.model(self._tensor(row)[None], use_cache=False)
                 rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
         return tracer.joined(rows)
 
     @torch.no_grad()
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 has no meaning."""
         rows = (self.model(self._tensor(row)[None], use_cache=False) for row in tokens_BT)
         logits = (out.logits[0, :-1] for out in rows)
         return tracer.top_tokens(logits, self.config.rollout.temperature, number)
 
     def update(self, batch: TrainBatch) -> Update:
+        """Loss, gradients and new weights of one optimizer step."""
         c, losses = self.config, []
         for m in batch.minibatches[0]:
             arrays = {n: torch.as_tensor(x, device=self.model.device) for n, x in vars(m).items()}
@@ -119,22 +122,25 @@ class TransformersTracer:
 
 
 def _keep(facts: dict[str, torch.Tensor], name: str, value) -> None:
-    """For hooks: what a module was given or gave, alone or as the first of several."""
+    """Record a module's input or output in a hook; of several values, the first."""
     facts[name] = value[0] if isinstance(value, tuple) else value
 
 
 class TransformersScorer(BatchedScorer):
-    """Dense log-probs; there is no sparse pass to replay."""
+    """A scorer of dense log-probs; there is no sparse pass to replay."""
 
     def __init__(self, model, config: Config):
         super().__init__(config)
         self.model = model
 
-    def logp_and_entropy(self, tokens_BT, temperature: float):
-        """Of every token but the first, [B, T]; logits of one row at a time, anew in backward."""
+    def logp_and_entropy(self, tokens_BT, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy of every token but the first, [B, T].
+
+        Only the logits of one row are in memory at a time; the backward pass computes them again.
+        """
         tokens = torch.as_tensor(np.asarray(tokens_BT), device=self.model.device).long()
 
-        def one(row_T):
+        def one(row_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = self.model(row_T[None], use_cache=False).logits[0, :-1]
             return tracer.chosen_and_entropy(logits, row_T[1:], temperature)
 
@@ -143,8 +149,11 @@ class TransformersScorer(BatchedScorer):
         return align(chosen, tokens), align(entropy, tokens)
 
     @torch.no_grad()
-    def score(self, tokens_BT, temperature):
-        return [x.cpu().numpy() for x in self.logp_and_entropy(tokens_BT, float(temperature))]
+    def score(self, tokens_BT, temperature) -> tuple[np.ndarray, np.ndarray]:
+        """Dense log-prob and entropy of every token, [B, T]; entry 0 is 0."""
+        logp, entropy = self.logp_and_entropy(tokens_BT, float(temperature))
+        return logp.cpu().numpy(), entropy.cpu().numpy()
 
-    def overlaps(self, *args, **kwargs):
+    def overlaps(self, *args, **kwargs) -> NoReturn:
+        """Raise NotImplementedError."""
         raise NotImplementedError("transformers' models have no block-sparse pass")

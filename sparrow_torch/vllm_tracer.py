@@ -1,9 +1,10 @@
-"""What vLLM computes, for `sparrow trace --backend=vllm`.
+"""Records what vLLM computes: `sparrow trace --backend=vllm`.
 
-vLLM as it is: its own models and attention over its own paged cache, in this process, eagerly.
-Greedy tokens and their log-probs are what it returns to a user; what its layers and its head
-compute is seen by hooks while it prefills the given tokens, one row at a time. It decodes densely
-and samples with noise of its own, so it takes the tokens of another trace, and it does not train.
+vLLM runs unchanged, with its own models and attention over its own paged cache, in this process and
+in eager mode. Greedy tokens and their log-probs are those that it returns to a user. Hooks record
+what its layers and its head compute while it prefills the given tokens, one row at a time. It
+decodes densely and has its own sampling noise, so it takes the tokens of another trace, and it does
+not train.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,20 +27,21 @@ from sparrow_torch.backend import compute_dtype
 from sparrow_torch.scorer import align
 
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model has to be within reach of hooks
-    "TORCHDYNAMO_DISABLE": "1",  # eagerly means all of it, as hooks see nothing that is compiled
-    "TRITON_F32_DEFAULT": "ieee",  # float32 products on a GPU in float32, not in TF32
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # hooks need the model in this process
+    "TORCHDYNAMO_DISABLE": "1",  # hooks cannot reach into compiled code
+    "TRITON_F32_DEFAULT": "ieee",  # float32 products on a GPU in float32, not TF32
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Of the environment, before vLLM is imported."""
+"""Environment variables, which have to be set before vLLM is imported."""
 
 
 def build(config: Config) -> VllmTracer:
-    """The model of model.path in an engine that holds all rows of the trace.
+    """A tracer of the model in model.path, in an engine that holds all rows of the trace.
 
-    UserError for what this build of vLLM cannot run: on a CPU, heads other than 32, 64 or 128 wide.
+    Raises: UserError if this build of vLLM cannot run the model; on a CPU it needs a head_dim of
+    32, 64 or 128.
     """
     os.environ.update(SETTINGS)
     import vllm
@@ -47,15 +49,16 @@ def build(config: Config) -> VllmTracer:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(config.learner.dtype, device)
     geometry, (T,) = hf_config.read_geometry(config.model.path), config.learner.length_buckets
-    rows, length = config.rollout.num_slots, T + 1  # a row is prefilled for the sake of one token
+    rows = config.rollout.num_slots
+    length = T + 1  # vLLM samples at least one token after a prefill
     token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
     with _refusing():
         llm = vllm.LLM(
             config.model.path, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, seed=0,
             enable_prefix_caching=False, max_model_len=length, max_num_seqs=rows,
             max_num_batched_tokens=max(rows, length),
-            kv_cache_memory_bytes=2 * token * rows * (length + 256),  # 256: more than any page
-            gpu_memory_utilization=0.1,  # asks for so much free memory, and for no more
+            kv_cache_memory_bytes=2 * token * rows * (length + 256),  # 256: no page is longer
+            gpu_memory_utilization=0.1,  # the share of memory that must be free
             hf_overrides={"max_position_embeddings": length},
         )  # fmt: skip
     return VllmTracer(llm, config)
@@ -79,7 +82,7 @@ class VllmTracer:
         self.description["attention"] = attention.attn_backend.get_name()
 
     def _run(self, prompts: Sequence[np.ndarray], num_tokens: int, **asked) -> list[Any]:
-        """vLLM's answers, greedy and of just so many tokens."""
+        """vLLM's greedy answers with exactly num_tokens tokens each."""
         given = [{"prompt_token_ids": np.asarray(tokens).tolist()} for tokens in prompts]
         how = self._how(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **asked
@@ -98,7 +101,7 @@ class VllmTracer:
         )
 
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
-        """Facts of each layer; q and k are seen as attention gets them, after RoPE."""
+        """Facts of each layer; q and k as attention gets them, that is, after RoPE."""
         rows = []
         for row_T in tokens_BT:
             hooks, seen = _watch(self.model.model.layers)
@@ -110,44 +113,49 @@ class VllmTracer:
 
     def logits(self, row_T) -> torch.Tensor:
         """Logits [T - 1, V] from which vLLM takes the log-probs of a prompt."""
-        seen: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
         hook = self.model.logits_processor.register_forward_hook(
-            lambda _, x, y: seen.append(y.clone())
+            lambda _, x, y: found.append(y.clone())
         )
         with tracer.removing([hook]):
             self._run([row_T], 1, prompt_logprobs=0)
-        logits = torch.cat(seen[1:])  # after that of the token it samples, in one or more pieces
+        # The first entry belongs to the sampled token; the prompt follows in one or more pieces.
+        logits = torch.cat(found[1:])
         _expect(len(row_T) - 1, len(logits), "logits of a prompt")
         return logits
 
     def top(self, tokens_BT, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs [B, T, number] of the likeliest tokens; column 0 has no meaning."""
         logits = (self.logits(row_T) for row_T in tokens_BT)
         return tracer.top_tokens(logits, self.config.rollout.temperature, number)
 
 
 class VllmScorer(BatchedScorer):
-    """Dense log-probs, from vLLM's logits; there is no sparse pass to replay."""
+    """A scorer of dense log-probs from vLLM's logits; there is no sparse pass to replay."""
 
     def __init__(self, owner: VllmTracer, config: Config):
         super().__init__(config)
         self._logits = owner.logits
 
-    def score(self, tokens_BT, temperature):
+    def score(self, tokens_BT, temperature) -> tuple[np.ndarray, np.ndarray]:
+        """Dense log-prob and entropy of every token, [B, T]; entry 0 is 0."""
         tokens = torch.as_tensor(np.asarray(tokens_BT)).long()
         found = []
         for row_T in tokens:
             logits = self._logits(row_T)
             targets = row_T[1:].to(logits.device)
             found.append(tracer.chosen_and_entropy(logits, targets, float(temperature)))
-        return [align(torch.cat(x).cpu(), tokens).numpy() for x in zip(*found, strict=True)]
+        logp, entropy = (torch.cat(x).cpu() for x in zip(*found, strict=True))
+        return align(logp, tokens).numpy(), align(entropy, tokens).numpy()
 
-    def overlaps(self, *args, **kwargs):
+    def overlaps(self, *args, **kwargs) -> NoReturn:
+        """Raise NotImplementedError."""
         raise NotImplementedError("vLLM's own models have no block-sparse pass")
 
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """What this build of vLLM cannot do, in one line."""
+    """Turn what vLLM raises for a model that it cannot run into a UserError of one line."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -155,31 +163,30 @@ def _refusing() -> Iterator[None]:
 
 
 def _expect(wanted: int, found: int, what: str) -> None:
-    """What hooks see depends on how vLLM works within: better none than half of it."""
+    """Raise UserError unless the hooks saw all positions, which depends on vLLM's internals."""
     if found != wanted:
-        raise UserError(f"vllm: {found} positions seen in {what}, expected {wanted}; "
+        raise UserError(f"vllm: {found} positions recorded in {what}, expected {wanted}; "
                         "this version of vLLM cannot be traced")  # fmt: skip
 
 
 def _watch(layers: Sequence[Any]) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
-    """Hooks on decoder layers, and the facts of each layer that they will have seen, [1, T, ...].
+    """Hooks on decoder layers, and for each layer the dictionary that they fill, [1, T, ...].
 
-    Copies: vLLM goes on to change some of its tensors in place.
+    The arrays are copies, because vLLM changes some of its tensors in place.
     """
-    hooks, seen = [], []
+    hooks, layers_facts = [], []
     for layer in layers:
         facts: dict[str, torch.Tensor] = {}
 
-        def attend(_, given, facts=facts):
+        def attend(_, given, facts=facts) -> None:
             facts |= {name: x[None].clone() for name, x in zip("qkv", given, strict=True)}
 
-        def project(_, given, facts=facts):
+        def project(_, given, facts=facts) -> None:
             facts["a"] = given[0][None].clone()
 
-        def leave(_, given, made, facts=facts):
-            facts["x"] = functools.reduce(torch.add, made)[
-                None
-            ]  # of the MLP, and what goes past it
+        def leave(_, given, made, facts=facts) -> None:
+            # The output of the MLP plus the residual stream, which vLLM returns apart.
+            facts["x"] = functools.reduce(torch.add, made)[None]
 
         attention = layer.self_attn
         hooks += [
@@ -187,5 +194,5 @@ def _watch(layers: Sequence[Any]) -> tuple[list[Any], list[dict[str, torch.Tenso
             attention.o_proj.register_forward_pre_hook(project),
             layer.register_forward_hook(leave),
         ]
-        seen.append(facts)
-    return hooks, seen
+        layers_facts.append(facts)
+    return hooks, layers_facts

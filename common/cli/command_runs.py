@@ -103,7 +103,7 @@ def warmup(arguments: Arguments) -> None:
     config = arguments.config()
     package = _learner(config)
     with run_dir.open_run(arguments.flags["run"], config, "warmup") as run:
-        importlib.import_module(f"{package}.warmup").warmup(config, run)
+        importlib.import_module(f"{package}.toy.warmup").warmup(config, run)
 
 
 @stopping.safe_points()

@@ -49,7 +49,7 @@ class ModelConfig(Checked):
         within="[-1000, 1000]",
     )
     induction_init: bool = setting(
-        False, "start layers 0 and 1 with a rough induction circuit (sparrow_jax/induction_init.py)"
+        False, "start layers 0 and 1 with a rough induction circuit (see sparrow_jax/toy)"
     )
     init_seed: int = setting(0, "seed of from-scratch weights", within=SEED)
 

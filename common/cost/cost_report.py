@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import ModelConfig, overrides
+from common.config import overrides
 from common.cost import decode_cost, eflops, lengths
 from common.cost.decode_cost import Setting
 from common.cost.lengths import Lengths
 from common.errors import UserError
 from common.model import hf_config
-from common.model.geometry import QWEN3
+from common.model.geometry import QWEN3, Geometry
 from common.records.json_checks import integer, read, written
 from common.schedule import presets, schedule
 from common.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ TERMS = {
 """Name in the record -> name in the table."""
 
 
-def read_model(name: str) -> ModelConfig:
+def read_model(name: str) -> Geometry:
     """A built-in geometry, or that of a config.json or of the directory it lies in."""
     if name in QWEN3:
         return QWEN3[name]
@@ -64,7 +64,7 @@ def read_page_sizes(text: str) -> list[int]:
 
 
 def compare(
-    g: ModelConfig,
+    g: Geometry,
     found: Schedule,
     rows: Lengths,
     setting: Setting,
@@ -109,7 +109,7 @@ def compare(
     }
 
 
-def _eflops(g: ModelConfig, found: Schedule, rows: Lengths, setting: Setting) -> dict[str, Any]:
+def _eflops(g: Geometry, found: Schedule, rows: Lengths, setting: Setting) -> dict[str, Any]:
     """The paper's model for the samples of one prompt, responses at their mean length."""
     options = {
         "prompt": rows.prompt, "response": max(1, round(rows.mean_response)),

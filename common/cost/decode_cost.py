@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from common.config import ModelConfig
 from common.cost.chips import Chip
 from common.cost.lengths import Lengths
 from common.errors import UserError
-from common.model.geometry import layer_shapes, param_shapes
+from common.model.geometry import Geometry, layer_shapes, param_shapes
 from common.rollout.page_pool import pages_for
 from common.schedule.schedule import DENSE, NUM_RESERVED, Schedule
 
@@ -39,33 +38,33 @@ LANDMARK_BYTES = 2
 """At least: the mean key of a float8 page is kept in bfloat16."""
 
 
-def token_bytes(g: ModelConfig, kv_bytes: int = 2) -> int:
+def token_bytes(g: Geometry, kv_bytes: int = 2) -> int:
     """Keys and values of one token in all layers."""
     return g.num_layers * 2 * g.num_kv_heads * g.head_dim * kv_bytes
 
 
-def landmark_bytes(g: ModelConfig, kv_bytes: int = 2) -> int:
+def landmark_bytes(g: Geometry, kv_bytes: int = 2) -> int:
     """Landmarks of one page in one layer."""
     return g.num_kv_heads * g.head_dim * max(kv_bytes, LANDMARK_BYTES)
 
 
-def layer_weights(g: ModelConfig) -> int:
+def layer_weights(g: Geometry) -> int:
     """Numbers in the matrices of all layers: what a token is multiplied with, without the head."""
     return sum(math.prod(s) for name, s in layer_shapes(g).items() if "norm" not in name)
 
 
-def step_weights(g: ModelConfig) -> int:
+def step_weights(g: Geometry) -> int:
     """Numbers that a step reads: the layers' matrices and the head (tied or not)."""
     return layer_weights(g) + g.vocab_size * g.hidden_size
 
 
-def num_parameters(g: ModelConfig) -> int:
+def num_parameters(g: Geometry) -> int:
     """All numbers that are kept in memory."""
     return sum(math.prod(shape) for shape in param_shapes(g).values())
 
 
 def row_terms(
-    geometry: ModelConfig,
+    geometry: Geometry,
     schedule: Schedule | None,
     lengths: np.ndarray,
     *,
@@ -103,7 +102,7 @@ def row_terms(
 
 
 def row_bytes(
-    geometry: ModelConfig,
+    geometry: Geometry,
     schedule: Schedule | None,
     lengths: np.ndarray,
     *,
@@ -116,7 +115,7 @@ def row_bytes(
 
 
 def step_bytes(
-    geometry: ModelConfig,
+    geometry: Geometry,
     schedule: Schedule | None,
     lengths: np.ndarray,
     *,
@@ -135,7 +134,7 @@ def step_bytes(
 
 
 def decode_speedup(
-    geometry: ModelConfig,
+    geometry: Geometry,
     schedule: Schedule,
     lengths: np.ndarray,
     *,
@@ -196,14 +195,14 @@ class Setting:
     batch: int = 0
 
 
-def cache_bytes(g: ModelConfig, setting: Setting) -> float:
+def cache_bytes(g: Geometry, setting: Setting) -> float:
     """Memory left for the cache: memory_share x the chip's, less all weights."""
     return setting.memory_share * setting.chip.memory_bytes - setting.weight_bytes * num_parameters(
         g
     )
 
 
-def row_memory(g: ModelConfig, lengths: Lengths, page_size: int, setting: Setting) -> float:
+def row_memory(g: Geometry, lengths: Lengths, page_size: int, setting: Setting) -> float:
     """Mean cache of a row in flight: pages of KV and landmarks, in all layers.
 
     Of the prompt's full pages a row holds its share, 1 / samples.
@@ -217,7 +216,7 @@ def row_memory(g: ModelConfig, lengths: Lengths, page_size: int, setting: Settin
     return float(page * (pages - shared))
 
 
-def batch_that_fits(g: ModelConfig, lengths: Lengths, page_size: int, setting: Setting) -> int:
+def batch_that_fits(g: Geometry, lengths: Lengths, page_size: int, setting: Setting) -> int:
     """Rows decoded at once; UserError if not even one fits, or setting.batch does not."""
     room = cache_bytes(g, setting)
     row = row_memory(g, lengths, page_size, setting)
@@ -234,7 +233,7 @@ def batch_that_fits(g: ModelConfig, lengths: Lengths, page_size: int, setting: S
 
 
 def predict(
-    g: ModelConfig, schedule: Schedule | None, lengths: Lengths, batch: int, setting: Setting
+    g: Geometry, schedule: Schedule | None, lengths: Lengths, batch: int, setting: Setting
 ) -> dict[str, Any]:
     """Seconds of a decode step by term, and tokens a second, at the chip's peaks.
 

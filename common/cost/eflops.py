@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.config import ModelConfig
 from common.cost.decode_cost import num_parameters, token_bytes
+from common.model.geometry import Geometry
 from common.schedule.schedule import Schedule
 
 
 def eflops(
-    g: ModelConfig,
+    g: Geometry,
     schedule: Schedule | None,
     *,
     prompt: int,
@@ -74,7 +74,7 @@ def eflops(
 
 
 def speedup(
-    g: ModelConfig,
+    g: Geometry,
     schedule: Schedule,
     *,
     prompt: int,

@@ -18,19 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import ModelConfig
 from common.crosscheck import compare, compare_page
 from common.crosscheck.compare import Comparison
 from common.crosscheck.trace_file import Trace
 from common.errors import UserError
 from common.model import hf
-from common.model.geometry import param_shapes
+from common.model.geometry import Geometry, param_shapes
 from common.records.progress import Progress
 from common.records.run_dir import atomic_write_text
 from common.report import html_page
 from common.report.html_page import text
 
-QWEN3 = ModelConfig(
+QWEN3 = Geometry(
     vocab_size=512, num_layers=2, hidden_size=96, intermediate_size=192, num_heads=4,
     num_kv_heads=2, head_dim=64, rope_theta=1e6,
 )  # fmt: skip
@@ -53,7 +52,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def write_model(path: Path, geometry: ModelConfig) -> None:
+def write_model(path: Path, geometry: Geometry) -> None:
     """Random weights, large enough for distributions that tell tokens apart, and token ids."""
     rng = np.random.default_rng(0)
     params = {}

@@ -1,8 +1,12 @@
-"""Hugging Face model directories: weights in safetensors, in and out; config.json: hf_config.py.
+"""Reads and writes the weights of Hugging Face model directories; config.json: hf_config.py.
 
-A linear layer of Hugging Face is [out, in] and one tensor per layer; ours is [in, out], with the
-heads as an axis of their own and the layers stacked: `q_proj.weight` [N H, D] of each layer becomes
-one `q_LDNH`. Both sides pair RoPE dimension i with i + H / 2, so no other permutation is needed.
+Hugging Face stores a linear layer as [out, in], one tensor per layer. Ours is [in, out], with the
+heads as an axis of their own and all layers stacked:
+
+    model.layers.0.self_attn.q_proj.weight [N H, D]  --transpose, reshape-->  q_LDNH[0] [D, N, H]
+    model.layers.1.self_attn.q_proj.weight [N H, D]  --transpose, reshape-->  q_LDNH[1] [D, N, H]
+
+Both sides pair RoPE dimension i with i + H / 2, so no other permutation is needed.
 """
 
 from __future__ import annotations
@@ -21,10 +25,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from common.config import ModelConfig
 from common.errors import UserError, one_line
 from common.model import hf_config
-from common.model.geometry import param_shapes
+from common.model.geometry import Geometry, param_shapes
 from common.records.run_dir import atomic_write_text
 
 _TENSORS = {
@@ -45,7 +48,7 @@ _TENSORS = {
 }
 _READ_DTYPES = ("F32", "F16", "BF16")
 _BLOCK = 2**20
-"""Values looked at together, to need little memory."""
+"""Number of values that are checked at a time, to need little memory."""
 _WRITE_DTYPES = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
 Weights = Iterator[tuple[str, np.ndarray]]
 _CARRIED_FILES = (
@@ -54,13 +57,14 @@ _CARRIED_FILES = (
 )  # fmt: skip
 
 
-def load(path: str | Path, dtype: Any = np.float32) -> tuple[ModelConfig, Weights]:
-    """Geometry, and weights in `dtype` by name ("layers.q_LDNH"), read as they are taken.
+def load(path: str | Path, dtype: Any = np.float32) -> tuple[Geometry, Weights]:
+    """Geometry, and an iterator over (name, weight in `dtype`) that reads each file when needed.
 
-    Reads model.safetensors, or the shards that model.safetensors.index.json lists; float32,
-    float16 and bfloat16 tensors. One stacked parameter and one tensor are in host memory at a time.
-    UserError, before any weight is read, for a tensor that is missing, not part of the model, or of
-    another shape or type, and for a damaged file; while reading, for one that is not finite.
+    Names are ours ("layers.q_LDNH"). Reads float32, float16 and bfloat16 tensors from
+    model.safetensors, or from the shards that model.safetensors.index.json lists. One stacked
+    parameter and one tensor are in host memory at a time.
+    Raises: UserError before any weight is read if a tensor is missing, is not part of the model, or
+    has another shape or type, and if a file is damaged; while reading, if a value is not finite.
     """
     path = Path(path)
     geometry = hf_config.read_geometry(path)
@@ -73,8 +77,8 @@ def load(path: str | Path, dtype: Any = np.float32) -> tuple[ModelConfig, Weight
     )
 
 
-def stack(tensors: Mapping[str, np.ndarray], geometry: ModelConfig) -> Weights:
-    """Arrays by Hugging Face's names, as weights by ours."""
+def stack(tensors: Mapping[str, np.ndarray], geometry: Geometry) -> Weights:
+    """Weights by our names (see `load`) from arrays by Hugging Face's names."""
     groups = itertools.groupby(_slots(geometry), key=lambda slot: slot.param)
     return (
         (name, _stacked(list(group), tensors.__getitem__, np.float32)) for name, group in groups
@@ -83,28 +87,31 @@ def stack(tensors: Mapping[str, np.ndarray], geometry: ModelConfig) -> Weights:
 
 def save(
     path: str | Path,
-    geometry: ModelConfig,
+    geometry: Geometry,
     params: Mapping[str, Any],
     dtype: str = "float32",
     extra: Mapping[str, Any] | None = None,
+    *,
+    source: str = "",
 ) -> None:
     """Write config.json and model.safetensors, which transformers and vLLM open as they are.
 
     params: arrays by name ("layers.q_LDNH"). extra: more entries of config.json (eos_token_id).
-    If the model came from a directory (geometry.path), its special tokens, context length and
-    tokenizer files go along. Each file is replaced whole, config.json last: a directory with one
-    holds the weights that belong to it. ValueError for an unknown dtype or other shapes.
+    source: the directory that the model was loaded from; its special tokens, context length and
+    tokenizer files are copied. Each file is replaced as a whole, and config.json comes last, so a
+    directory with a config.json holds the weights that belong to it.
+    Raises: ValueError for an unknown dtype or a parameter of another shape than the geometry's.
     """
     if dtype not in _WRITE_DTYPES:
         raise ValueError(f"{dtype=}: expected one of {tuple(_WRITE_DTYPES)}")
     slots = list(_slots(geometry))
     _check_params(params, slots)
-    entries = hf_config.entries(geometry, dtype, extra)
+    entries = hf_config.entries(geometry, dtype, extra, source)
     config = json.dumps(entries, indent=2, ensure_ascii=True) + "\n"
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _carry_files(geometry.path, path)
+        _carry_files(source, path)
         old = path / "config.json"
         if old.is_file() and old.read_bytes() != config.encode():
             old.unlink()
@@ -115,7 +122,7 @@ def save(
 
 
 class _Slot(NamedTuple):
-    """One tensor of the directory and its place in a parameter of ours."""
+    """One tensor of the directory, and the parameter and layer of ours that it fills."""
 
     param: str
     layer: int | None
@@ -124,8 +131,8 @@ class _Slot(NamedTuple):
     hf_shape: tuple[int, ...]
 
 
-def _slots(geometry: ModelConfig) -> Iterator[_Slot]:
-    """All tensors of a model, parameter by parameter."""
+def _slots(geometry: Geometry) -> Iterator[_Slot]:
+    """Every tensor of a model; those of one parameter follow each other."""
     for name, shape in param_shapes(geometry).items():
         own = name.removeprefix("layers.")
         if own == name:
@@ -137,7 +144,10 @@ def _slots(geometry: ModelConfig) -> Iterator[_Slot]:
 
 
 def _hf_shape(param: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[out, in] of a linear layer; a vector stays as it is. Only o has two input axes."""
+    """Shape of a layer's tensor in the file: [out, in]; a vector keeps its shape.
+
+    Only the output projection o [N, H, D] has two input axes.
+    """
     if len(shape) == 1:
         return shape
     split = 2 if param == "o_LNHD" else 1
@@ -151,7 +161,10 @@ def _read_param(
 
 
 def _read_tensor(path: Path, file: Any, name: str, dtype: Any) -> np.ndarray:
-    """One tensor in `dtype`; UserError if it holds a NaN or an infinity, or overflows `dtype`."""
+    """One tensor in `dtype`.
+
+    Raises: UserError if it holds a NaN or an infinity, or if a value overflows `dtype`.
+    """
     try:
         x = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
@@ -160,7 +173,8 @@ def _read_tensor(path: Path, file: Any, name: str, dtype: Any) -> np.ndarray:
         x = x.astype(dtype, copy=False)
         flat = x.reshape(-1)
         blocks = range(0, len(flat), _BLOCK)
-        # A NaN or an infinity makes the sum one; the sum is several times faster than a look.
+        # A NaN or an infinity makes the sum not finite, and summing is several times faster than
+        # testing every value; only suspect blocks are tested.
         suspect = [b for b in blocks if not np.isfinite(flat[b : b + _BLOCK].sum(dtype=np.float32))]
     for begin in suspect:
         finite = np.isfinite(flat[begin : begin + _BLOCK])
@@ -174,7 +188,7 @@ def _read_tensor(path: Path, file: Any, name: str, dtype: Any) -> np.ndarray:
 
 
 def _stacked(slots: list[_Slot], read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
-    """One parameter: its only tensor, or those of all layers, turned and stacked."""
+    """One parameter: its only tensor, or the tensors of all layers, transposed and stacked."""
     first = slots[0]
     if first.layer is None:
         return read(first.tensor).astype(dtype)
@@ -185,7 +199,7 @@ def _stacked(slots: list[_Slot], read: Callable[[str], np.ndarray], dtype: Any) 
 
 
 def _write_tensors(path: Path, params: Mapping[str, Any], slots: list[_Slot], dtype: str) -> None:
-    """A safetensors file (length of the header, JSON header, data), written tensor by tensor."""
+    """Write a safetensors file tensor by tensor: length of the header, JSON header, data."""
     label, numpy_dtype = _WRITE_DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -210,7 +224,7 @@ def _write_tensors(path: Path, params: Mapping[str, Any], slots: list[_Slot], dt
 
 
 def _open_tensors(path: Path) -> dict[str, Any]:
-    """Tensor name -> the opened (memory-mapped) file that holds it."""
+    """For each tensor name, the opened (memory-mapped) file that holds it."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
         opened = _open_file(single)
@@ -241,12 +255,12 @@ def _open_tensors(path: Path) -> dict[str, Any]:
 
 
 def _named(tensor: str) -> str:
-    """A name from a file, in ASCII and of bounded length."""
+    """A tensor name that was read from a file, in ASCII and cut to a bounded length."""
     return ascii(tensor)[1:-1][:200]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file beside the index."""
+    """For each tensor name, the name of its file, which lies beside the index."""
     weight_map = hf_config.read_object(index).get("weight_map")
     ok = isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())
     if not ok or not weight_map:
@@ -270,7 +284,7 @@ def _open_file(file: Path) -> Any:
 
 
 def _check_tensors(
-    path: Path, tensors: Mapping[str, Any], slots: list[_Slot], geometry: ModelConfig
+    path: Path, tensors: Mapping[str, Any], slots: list[_Slot], geometry: Geometry
 ) -> None:
     for slot in slots:
         if slot.tensor not in tensors:
@@ -303,7 +317,10 @@ def _check_tensors(
 
 
 def _check_tied_head(path: Path, tensors: Mapping[str, Any]) -> None:
-    """A head in the file of a tied model must be a copy of the embedding; compared in blocks."""
+    """Raise UserError unless the head in a tied model's file is a copy of the embedding.
+
+    The two are compared in blocks, to need little memory.
+    """
     embed, head = (_TENSORS[name] for name in ("embed_VD", "head_VD"))
     a, b = (tensors[name].get_slice(name) for name in (embed, head))
     rows, width = a.get_shape()

@@ -1,20 +1,20 @@
-"""config.json of a Hugging Face model directory: a decoder's geometry, in and out.
+"""Reads and writes config.json of a Hugging Face model directory, as a decoder's geometry.
 
-It is read by transformers, which knows each family's defaults and every spelling of RoPE. The form
-that `entries` writes states all of them, so our own folders need no transformers (and not the
-seconds that its import takes).
+transformers reads the file, because it knows each family's defaults and every spelling of RoPE.
+The form that `entries` writes leaves nothing to a default, so our own directories are read without
+transformers, and without the seconds that its import takes.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.config import ModelConfig
 from common.errors import UserError, one_line
+from common.model.geometry import Geometry
 from common.records import json_checks
 
 _MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
@@ -39,7 +39,7 @@ _LIMITS = {
     "head_dim": 2**12,
     "max_position_embeddings": 2**31 - 1,
 }
-"""Far above every model there is: a number beyond them is a damaged file."""
+"""Far above the sizes of every known model; a larger number means that the file is damaged."""
 _PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 _PLAIN |= {"quantization_config": None, "partial_rotary_factor": 1}
 _SLIDING = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -48,13 +48,13 @@ _READ = {*_LIMITS, *_PLAIN, *_SLIDING, *_ROPE, "rms_norm_eps", "tie_word_embeddi
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_geometry(path: str | Path) -> ModelConfig:
-    """Geometry from config.json: Qwen3ForCausalLM (QK norm) or LlamaForCausalLM (none).
+def read_geometry(path: str | Path) -> Geometry:
+    """Geometry from config.json: Qwen3ForCausalLM (QK norm) or LlamaForCausalLM (no QK norm).
 
-    What the file leaves out gets the default that transformers has for the family. UserError for a
-    missing size, a value of another type or out of range, and for what our decoder does not
-    compute: scaled RoPE, biases, sliding windows, other activations, quantized weights, other
-    architectures.
+    A key that the file leaves out takes the default that transformers has for the family.
+    Raises: UserError for a missing size, a value of another type or out of range, and for anything
+    that our decoder does not compute: scaled RoPE, biases, sliding windows, other activations,
+    quantized weights, other architectures.
     """
     where = Path(path) / "config.json"
     config, architecture = _read(where)
@@ -64,22 +64,22 @@ def read_geometry(path: str | Path) -> ModelConfig:
     fields["qk_norm"] = architecture == "Qwen3ForCausalLM"
     fields["tie_embeddings"] = config["tie_word_embeddings"]
     try:
-        return ModelConfig(path=str(path), **fields)
+        return Geometry.from_config(ModelConfig(**fields))  # the ranges of our settings hold here
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 
 
 def read_context(path: str | Path) -> int:
-    """Tokens that the model was made for: max_position_embeddings."""
+    """Context length of the model in tokens: max_position_embeddings."""
     where = Path(path) / "config.json"
     return _size(_read(where)[0], "max_position_embeddings", where)
 
 
 def check_context(path: str, tokens: int, what: str) -> None:
-    """UserError if sequences of so many tokens are longer than the model's context.
+    """Raise UserError if sequences of `tokens` tokens are longer than the model's context.
 
-    path "": a model from scratch, whose context is what it is trained at. what: the settings that
-    make the sequences so long.
+    An empty path means a model from scratch, which takes the context of its run. what: the settings
+    that determine the length, for the message.
     """
     if path and tokens > (limit := read_context(path)):
         raise UserError(
@@ -88,14 +88,20 @@ def check_context(path: str, tokens: int, what: str) -> None:
         )
 
 
-def entries(geometry: ModelConfig, dtype: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries of config.json; special tokens and context are those of geometry.path."""
+def entries(
+    geometry: Geometry, dtype: str, extra: Mapping[str, Any] | None, source: str = ""
+) -> dict[str, Any]:
+    """The entries of config.json; special tokens and context length come from `source`, if given.
+
+    source: the directory that the model was loaded from. extra: more entries, which replace those
+    of the source.
+    """
     architecture = "Qwen3ForCausalLM" if geometry.qk_norm else "LlamaForCausalLM"
     config: dict[str, Any] = {"max_position_embeddings": 32768}
-    source = Path(geometry.path) / "config.json"
-    if geometry.path and source.is_file():
-        config["max_position_embeddings"] = read_context(geometry.path)
-        carried = read_object(source)
+    file = Path(source) / "config.json"
+    if source and file.is_file():
+        config["max_position_embeddings"] = read_context(source)
+        carried = read_object(file)
         config |= {key: carried[key] for key in _TOKEN_KEYS if key in carried}
     else:
         config |= {"bos_token_id": None, "eos_token_id": None}
@@ -118,7 +124,7 @@ def entries(geometry: ModelConfig, dtype: str, extra: Mapping[str, Any] | None) 
 
 
 def _read(where: Path) -> tuple[dict[str, Any], str]:
-    """(what config.json says, defaults filled in and rope_theta at its top; architecture)."""
+    """(content of config.json with defaults filled in and rope_theta at its top, architecture)."""
     config = read_object(where)
     architecture = _architecture(config, where)
     _check_values(config, where)
@@ -133,7 +139,10 @@ def _read(where: Path) -> tuple[dict[str, Any], str]:
 
 
 def _check_values(config: Mapping[str, Any], where: Path) -> None:
-    """What transformers would take minutes over, end in a traceback for, or pass on."""
+    """Raise UserError for values that must not reach transformers.
+
+    It would take minutes over some, end in a traceback for others, and accept the rest.
+    """
     for key in _REQUIRED:
         if config.get(key) is None:
             raise UserError(f"{where}: key {key} is missing; expected a number")
@@ -156,9 +165,9 @@ def _check_values(config: Mapping[str, Any], where: Path) -> None:
 
 
 def _says_all(config: Mapping[str, Any]) -> bool:
-    """True for the very form that `entries` writes, which leaves nothing to a default."""
+    """True if the file has exactly the form that `entries` writes: nothing is left to a default."""
     qk_norm = config.get("model_type") == "qwen3"
-    form = entries(dataclasses.replace(ModelConfig(), qk_norm=qk_norm), "float32", None)
+    form = entries(Geometry.from_config(ModelConfig(qk_norm=qk_norm)), "float32", None)
     keys = form.keys() - set(_TOKEN_KEYS)
     return (
         config.keys() - set(_TOKEN_KEYS) == keys
@@ -168,7 +177,7 @@ def _says_all(config: Mapping[str, Any]) -> bool:
 
 
 def _by_transformers(config: Mapping[str, Any], model_type: str, where: Path) -> dict[str, Any]:
-    """The entries that we read, as the family's configuration class has them."""
+    """The entries that we need, as transformers' configuration class of the family reads them."""
     try:
         from transformers import AutoConfig
     except ImportError:
@@ -187,10 +196,10 @@ def _by_transformers(config: Mapping[str, Any], model_type: str, where: Path) ->
 
 
 def _one_rope(value: Any) -> Any:
-    """A copy; RoPE written per type of layer becomes one, if all types have the same.
+    """A copy of a RoPE entry; an entry per type of layer becomes one if all types have the same.
 
     Our families have one type of layer and do not read the nested form: transformers would take
-    its default base for it.
+    its default base instead.
     """
     value = copy.deepcopy(value)
     parts = list(value.values()) if isinstance(value, dict) else []
@@ -199,7 +208,7 @@ def _one_rope(value: Any) -> Any:
 
 
 def _plain_rope(value: Any) -> bool:
-    """True for rope_scaling or rope_parameters that scale nothing."""
+    """True if rope_scaling or rope_parameters ask for RoPE without scaling."""
     rope = _one_rope(value) or {}
     return (
         isinstance(rope, dict)
@@ -210,7 +219,7 @@ def _plain_rope(value: Any) -> bool:
 
 
 def _architecture(config: Mapping[str, Any], where: Path) -> str:
-    """One that we compute; `architectures` and `model_type` must not contradict each other."""
+    """The architecture. Raises: UserError unless it is known and agrees with `model_type`."""
     found, model_type = config.get("architectures"), config.get("model_type")
     if not found:
         found = [a for a, t in _MODEL_TYPES.items() if t == model_type]
@@ -250,7 +259,7 @@ def _show(value: Any) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError if it holds none."""
+    """The JSON object in a file. Raises: UserError if the file holds no JSON object."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected a Hugging Face model directory")
     return json_checks.read_object(path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config import ModelConfig
+from common.model.geometry import Geometry
 from common.oracles.sparse_attention import Budgets, attention, replay_mask
 
 
@@ -33,7 +33,7 @@ def rope(x_TNH: np.ndarray, positions_T: np.ndarray, theta: float) -> np.ndarray
 
 def decoder_forward(
     weights: Mapping[str, Any],
-    geometry: ModelConfig,
+    geometry: Geometry,
     tokens_T: np.ndarray,
     *,
     prompt_len: int | None = None,

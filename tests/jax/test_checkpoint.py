@@ -146,7 +146,7 @@ def test_odd_things_called_tmp_are_removed_and_what_a_link_points_to_is_not(two,
 def test_a_manifest_nested_without_end_is_damage(two, capsys):
     (two / "step_00000012" / "manifest.json").write_text("[" * 100_000)
     assert_restores(two, 3)
-    assert "manifest.json is not what was written" in capsys.readouterr().err
+    assert "manifest.json differs from what was written" in capsys.readouterr().err
     for text in ("[]", "null", "9" * 5000):
         (two / "step_00000003" / "manifest.json").write_text(text)
         with pytest.raises(checkpoint._Damaged, match="not what was written"):

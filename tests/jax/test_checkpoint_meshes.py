@@ -27,18 +27,20 @@ from safetensors.numpy import load_file
 
 from common.cli import command_line
 from common.config import Config, LearnerConfig, ModelConfig
+from common.model.geometry import Geometry
 from common.records import metrics
 from common.tasks import registry
-from sparrow_jax import sharding
 from sparrow_jax.checkpoint import Checkpoints
-from sparrow_jax.learner import JaxLearner
-from sparrow_jax.model import Decoder
+from sparrow_jax.learner import Learner
+from sparrow_jax.placement import Placement
+from sparrow_jax.toy.random_init import random_decoder
 from tests.conftest import ROOT
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=8, num_kv_heads=4,
     head_dim=8, tie_embeddings=False,
 )  # fmt: skip
+G = Geometry.from_config(MODEL)
 EXTRA = {"step": 12, "version": 12, "controller": {"scale": [0.1, 1e-17, None]}}
 WRITER, ONE = (1, 8, 1), (1, 1, 1)
 MESHES = [ONE, (2, 4, 1), (8, 1, 1), (2, 2, 2), WRITER]
@@ -67,19 +69,19 @@ def named(learner):
     trees = {"params": nnx.to_pure_dict(learner.params), "opt_state": learner._opt_state}
     for path, x in jax.tree_util.tree_flatten_with_path(trees)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        found[name] = x, sharding.partition(path) if x.ndim else P()
+        found[name] = x, learner.placement.weight(path).spec if x.ndim else P()
     return found
 
 
 @functools.cache
 def model():
-    return nnx.split(Decoder(G, np.random.default_rng(0)))
+    return random_decoder(MODEL)
 
 
 def a_learner(mesh, seed):
     """A learner on `mesh` whose weights, moments and counters are all drawn from the seed."""
-    config = Config(model=G, learner=LearnerConfig(mesh=mesh))
-    learner = JaxLearner(*model(), config, jnp.dtype("float32"))
+    config = Config(model=MODEL, learner=LearnerConfig(mesh=mesh))
+    learner = Learner(*model(), config, jnp.dtype("float32"))
     rng = np.random.default_rng(seed)
 
     def draw(x):
@@ -98,7 +100,7 @@ def state_of(seed):
 
 def faults(learner, mesh, seed):
     """What is not bit by bit the state of `seed`, and what is not placed as PARTITION says."""
-    mesh, found, wanted = sharding.make_mesh(mesh), [], state_of(seed)
+    mesh, found, wanted = Placement.on_devices(mesh).mesh, [], state_of(seed)
     assert named(learner).keys() == wanted.keys()
     for name, (x, spec) in named(learner).items():
         want, placed = wanted[name], NamedSharding(mesh, spec)
@@ -129,12 +131,12 @@ def restore(directory, mesh, spoil=lambda learner, state: state):
 
 
 def on_the_old_mesh(learner, state):
-    old = sharding.make_mesh(WRITER)
+    old = Placement.on_devices(WRITER).mesh
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(old, x.sharding.spec)), state)
 
 
 def replicated(learner, state):
-    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(learner.mesh, P())), state)
+    return jax.tree.map(lambda x: jax.device_put(x, learner.placement.everywhere), state)
 
 
 def moments_swapped(learner, state):
@@ -303,7 +305,7 @@ def run_on_two_meshes(folder):
     sampled["forgets"] = list(sampled["leaves"])
     train("leaves", ONE, "--config.learner.beta2=0.9")
     train("leaves", ONE)
-    with mock.patch.object(JaxLearner, "load_state_dict", weights_only(JaxLearner.load_state_dict)):
+    with mock.patch.object(Learner, "load_state_dict", weights_only(Learner.load_state_dict)):
         train("forgets", ONE)
     train("arrives", ONE, stop_at=2)
     train("arrives", WRITER)

@@ -25,8 +25,8 @@ from common.records.metrics import MetricsWriter
 from sparrow_jax import backend, checkpoint, hf
 from sparrow_jax.checkpoint import Checkpoints
 from sparrow_jax.engine import Engine
-from sparrow_jax.learner import JaxLearner
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.learner import Learner
+from sparrow_jax.scorer import Scorer
 from tests.conftest import ROOT
 
 RECIPE = '''
@@ -108,7 +108,7 @@ def at_home(home, monkeypatch):
 
 def test_a_stopped_profile_goes_on_and_is_the_same(at_home, monkeypatch, capsys):
     """Budgets dense, 0 and 2; Ctrl-C while the last one is sampled, then while it is replayed."""
-    sampled, generate, replay = [], Engine.generate, JaxScorer.replay
+    sampled, generate, replay = [], Engine.generate, Scorer.replay
 
     def stop_at(method, budgets):
         def call(self, *args, **kwargs):
@@ -125,7 +125,7 @@ def test_a_stopped_profile_goes_on_and_is_the_same(at_home, monkeypatch, capsys)
         sampled.clear()
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "generate", stop_at(generate, generate_stops))
-            patch.setattr(JaxScorer, "replay", stop_at(replay, replay_stops))
+            patch.setattr(Scorer, "replay", stop_at(replay, replay_stops))
             sparrow("profile --config=tiny.py --model=start/model --out=again.json", status=status)
         return list(sampled)
 
@@ -190,8 +190,8 @@ def test_a_finished_command_repeated_changes_nothing(at_home, capsys):
 
 
 MOMENTS = {
-    "while scoring step 2": (JaxScorer, "logprobs", 3),
-    "between two optimizer steps": (JaxLearner, "_step", 2),
+    "while scoring step 2": (Scorer, "logprobs", 3),
+    "between two optimizer steps": (Learner, "_step", 2),
     "before the first checkpoint": (Checkpoints, "save", 1),
     "record written, checkpoint not begun": (Checkpoints, "save", 2),
     "arrays of a checkpoint written, manifest not": (checkpoint, "_write_manifest", 2),
@@ -230,7 +230,7 @@ def test_killed_at_any_moment_and_resumed_equals_uninterrupted(at_home, moment):
 def test_checkpoints_further_apart_lead_to_the_same_record(at_home):
     run = "apart"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        stop_at(patch, JaxScorer, "logprobs", 4)  # step 3; the only checkpoint is that of step 2
+        stop_at(patch, Scorer, "logprobs", 4)  # step 3; the only checkpoint is that of step 2
         sparrow(f"{TRAIN} --run={run} --config.checkpoint_every=2")
     assert len(metrics.read_metrics(run)) == 3
     sparrow(f"{TRAIN} --run={run} --config.checkpoint_every=3")
@@ -240,7 +240,7 @@ def test_checkpoints_further_apart_lead_to_the_same_record(at_home):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(at_home, capsys):
     run = "damaged"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        stop_at(patch, JaxScorer, "logprobs", 4)
+        stop_at(patch, Scorer, "logprobs", 4)
         sparrow(f"{TRAIN} --run={run}")
     folder = at_home / run / "checkpoints" / "step_00000003"
     victim = max(folder.rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)

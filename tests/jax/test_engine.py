@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from common.config import ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from common.rollout import paged_engine
 from common.rollout.page_pool import PagePool, pages_for
 from common.schedule.schedule import DENSE, Schedule
@@ -17,14 +18,15 @@ from common.types import Prompt
 from sparrow_jax import cache as kv_cache
 from sparrow_jax import decode
 from sparrow_jax.engine import Engine
-from sparrow_jax.model import Decoder
+from sparrow_jax.toy.random_init import random_decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=48, num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
     head_dim=8, rope_theta=1e4, qk_gain=2.0,
 )  # fmt: skip
+G = Geometry.from_config(MODEL)
 PAGE, MAX_PROMPT, MAX_RESPONSE = 4, 24, 26
 WIDTH = pages_for(MAX_PROMPT + MAX_RESPONSE, PAGE)  # 13 pages
 STOP = [7, 11]
@@ -37,11 +39,11 @@ LENGTHS = [1, 3, 4, 5, 8, 15, 16, 17, 24]
 @functools.cache
 def weights(seed=0):
     """Parameters whose distributions are peaked enough to tell tokens apart."""
-    params = nnx.split(Decoder(G, np.random.default_rng(seed)))[1]
+    params = random_decoder(dataclasses.replace(MODEL, init_seed=seed))[1]
     return jax.tree.map(lambda x: x * 1.5, params)
 
 
-GRAPH = nnx.split(Decoder(G, np.random.default_rng(0)))[0]
+GRAPH = random_decoder(MODEL)[0]
 
 
 @functools.cache
@@ -329,9 +331,9 @@ def test_the_pool_is_updated_in_place(max_selected):
     S, P, g = (
         4,
         60,
-        dataclasses.replace(G, num_layers=3),
+        dataclasses.replace(MODEL, num_layers=3),
     )  # a loop over layers, not one of each kind
-    graph, params = nnx.split(Decoder(g, np.random.default_rng(0)))
+    graph, params = random_decoder(g)
     shapes = jax.eval_shape(lambda: kv_cache.allocate(g, 20_000, PAGE, jnp.float32))
     pool = sum(x.size * x.dtype.itemsize for x in shapes)
     ints = jax.ShapeDtypeStruct((S,), jnp.int32)

@@ -330,7 +330,7 @@ def test_damaged_or_missing_files_are_named(tmp_path):
 def test_saving_again_is_all_or_nothing(tmp_path, monkeypatch):
     config, tensors = hf_model("qwen3", True)
     geometry, params = hf.load(write(tmp_path / "a", config, tensors))
-    hf.save(tmp_path / "b", geometry, params)
+    hf.save(tmp_path / "b", geometry, params, source=str(tmp_path / "a"))
     other = jax.tree.map(lambda x: x + 1, params)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", interrupt)
@@ -366,7 +366,7 @@ def test_special_tokens_and_tokenizer_go_along(tmp_path):
     config |= {"eos_token_id": [3, 4], "max_position_embeddings": 77}
     geometry, params = hf.load(write(tmp_path / "a", config, tensors))
     (tmp_path / "a" / "tokenizer.json").write_text("words")
-    hf.save(tmp_path / "b", geometry, params, extra={"bos_token_id": 9})
+    hf.save(tmp_path / "b", geometry, params, extra={"bos_token_id": 9}, source=str(tmp_path / "a"))
     saved = json.loads((tmp_path / "b" / "config.json").read_text())
     keys = ("eos_token_id", "bos_token_id", "max_position_embeddings")
     assert [saved[key] for key in keys] == [[3, 4], 9, 77]

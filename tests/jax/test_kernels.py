@@ -11,18 +11,20 @@ from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
 from common.config import Config, ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from common.schedule.schedule import Schedule
 from common.types import Prompt
 from kernels_pallas.ops import REFERENCE, kernels, resolve
 from sparrow_jax import backend
 from sparrow_jax.engine import Engine
-from sparrow_jax.model import Decoder
 from sparrow_jax.scorer import token_logprobs
+from sparrow_jax.toy.random_init import random_decoder
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=40, num_layers=2, hidden_size=32, intermediate_size=32, num_heads=4, num_kv_heads=2,
     head_dim=64, qk_gain=2.0,
 )  # fmt: skip
+G = Geometry.from_config(MODEL)
 SCHEDULE = Schedule(page_size=16, bin_tokens=64, budgets=(0, 1))
 CALLED = set()
 
@@ -46,7 +48,7 @@ INTERPRETED = recorded(kernels(pltpu.InterpretParams(dma_execution_mode="on_wait
 
 @functools.cache
 def model(ops):
-    graph, params = nnx.split(Decoder(G, np.random.default_rng(0), ops=ops))
+    graph, params = random_decoder(MODEL, ops=ops)
     return graph, jax.tree.map(lambda x: x * 1.5, params)
 
 
@@ -107,6 +109,6 @@ def test_the_choice_is_made_once_and_refused_where_it_cannot_run():
         with pytest.raises(ValueError, match="one TPU device and heads of 64 or 128"):
             resolve("kernel", "tpu", **wrong)
     with pytest.raises(ValueError, match="platform='cpu'.*set reference or auto"):
-        backend.build(Config(model=G, attention="kernel"), vocab_size=40, stop_ids=[39])
+        backend.build(Config(model=MODEL, attention="kernel"), vocab_size=40, stop_ids=[39])
     with pytest.raises(ValueError, match="attention='triton'"):
         resolve("triton", "cpu", head_dim=64)

@@ -12,21 +12,23 @@ from flax import nnx
 
 from common import oracles
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from common.objective import batching
 from common.objective.grpo import Advantages
 from common.types import MicroBatch, Prompt, Rollout, Scored, TrainBatch
 from sparrow_jax import learner as learning
-from sparrow_jax.learner import JaxLearner
-from sparrow_jax.model import Decoder
+from sparrow_jax.learner import Learner
 from sparrow_jax.scorer import token_logprobs
+from sparrow_jax.toy.random_init import random_decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1,
     head_dim=8, rope_theta=1e4,
 )  # fmt: skip
-GRAPH = nnx.split(Decoder(G, np.random.default_rng(0)))[0]
+G = Geometry.from_config(MODEL)
+GRAPH = random_decoder(MODEL)[0]
 F32 = jnp.dtype("float32")
 B, T = 6, 16
 LIMITS = {"clip_low": 0.2, "clip_high": 0.28}
@@ -35,7 +37,9 @@ LIMITS = {"clip_low": 0.2, "clip_high": 0.28}
 @functools.cache
 def weights(seed=0):
     """Parameters that make some tokens likelier than others."""
-    return jax.tree.map(lambda x: x * 1.5, nnx.split(Decoder(G, np.random.default_rng(seed)))[1])
+    return jax.tree.map(
+        lambda x: x * 1.5, random_decoder(dataclasses.replace(MODEL, init_seed=seed))[1]
+    )
 
 
 @functools.cache
@@ -57,12 +61,12 @@ def make(kl_coef=0.0, temperature=0.7, **learner):
         "learning_rate": 1e-2, "warmup_steps": 1, "tokens_per_microbatch": 2 * T, "remat": False,
     } | learner  # fmt: skip
     config = Config(
-        model=G,
+        model=MODEL,
         rollout=RolloutConfig(temperature=temperature),
         grpo=GrpoConfig(kl_coef=kl_coef),
         learner=LearnerConfig(**settings),
     )
-    return JaxLearner(GRAPH, weights(), config, F32)
+    return Learner(GRAPH, weights(), config, F32)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

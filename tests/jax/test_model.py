@@ -14,7 +14,7 @@ from common.config import ModelConfig
 from common.rollout.page_pool import pages_for
 from common.schedule.schedule import Schedule
 from sparrow_jax import cache as kv_cache
-from sparrow_jax.model import Decoder
+from sparrow_jax.toy.random_init import random_decoder
 
 QWEN = ModelConfig(
     vocab_size=40, num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
@@ -31,7 +31,7 @@ jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 def make(g, seed=0):
     """A model whose norm gains are not all 1, as after training."""
-    graph, params = nnx.split(Decoder(g, np.random.default_rng(seed)))
+    graph, params = random_decoder(dataclasses.replace(g, init_seed=seed))
     keys = iter(jax.random.split(jax.random.key(seed), 99))
     vary = lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape))  # noqa: E731
     return nnx.merge(graph, jax.tree.map(vary, params))

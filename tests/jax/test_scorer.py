@@ -11,19 +11,21 @@ from flax import nnx
 
 from common import oracles
 from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from common.schedule.schedule import DENSE, Schedule
 from common.types import Prompt, Rollout
 from sparrow_jax.engine import Engine
-from sparrow_jax.model import Decoder
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.scorer import Scorer
+from sparrow_jax.toy.random_init import random_decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1,
     head_dim=8, rope_theta=1e4, qk_gain=2.0,
 )  # fmt: skip
-GRAPH = nnx.split(Decoder(G, np.random.default_rng(0)))[0]
+G = Geometry.from_config(MODEL)
+GRAPH = random_decoder(MODEL)[0]
 F32 = jnp.dtype("float32")
 PAGE = 4
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
@@ -37,13 +39,13 @@ SPARSE = Schedule(page_size=PAGE, bin_tokens=16, budgets=(0, 1))
 @functools.cache
 def weights():
     """Parameters that make some tokens likelier than others."""
-    return jax.tree.map(lambda x: x * 1.2, nnx.split(Decoder(G, np.random.default_rng(0)))[1])
+    return jax.tree.map(lambda x: x * 1.2, random_decoder(MODEL)[1])
 
 
 def make(**learner):
     settings = {"tokens_per_microbatch": 4 * 48, "length_buckets": (48,)} | learner
-    config = Config(model=G, rollout=ROLLOUT, learner=LearnerConfig(**settings))
-    scorer = JaxScorer(GRAPH, config, F32)
+    config = Config(model=MODEL, rollout=ROLLOUT, learner=LearnerConfig(**settings))
+    scorer = Scorer(GRAPH, config, F32)
     scorer.load_weights(weights(), 0)
     return scorer
 

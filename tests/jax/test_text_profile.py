@@ -11,7 +11,7 @@ from common.mismatch import acceptance
 from common.schedule.profile_file import load_profile
 from common.schedule.schedule_search import search
 from sparrow_jax.backend import build_scorer
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.scorer import Scorer
 from tests.jax import tiny_model
 from tests.jax.tiny_model import CONTEXT, PAGE, G
 
@@ -97,7 +97,7 @@ def test_a_schedule_is_found_in_it(profile, tmp_path):
 
 def passes(monkeypatch, stop_after=None):
     """Count the sparse passes of the scorer; Ctrl-C in the one after `stop_after`."""
-    done, overlaps = [], JaxScorer.overlaps
+    done, overlaps = [], Scorer.overlaps
 
     def counted(self, *args, **kwargs):
         for out in overlaps(self, *args, **kwargs):
@@ -106,7 +106,7 @@ def passes(monkeypatch, stop_after=None):
             done.append(kwargs["policy"])
             yield out
 
-    monkeypatch.setattr(JaxScorer, "overlaps", counted)
+    monkeypatch.setattr(Scorer, "overlaps", counted)
     return done
 
 

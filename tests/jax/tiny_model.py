@@ -5,25 +5,26 @@ import json
 
 import jax
 import numpy as np
-from flax import nnx
 
 from common.config import Config, ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from sparrow_jax import hf
 from sparrow_jax.backend import export_weights
-from sparrow_jax.model import Decoder
+from sparrow_jax.toy.random_init import random_decoder
 from tests.common.task_files import write_tokenizer
 
 PAGE, CONTEXT = 4, 96
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=260, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2,
     head_dim=8, rope_theta=1e4, qk_gain=2.0,
 )  # fmt: skip
+G = Geometry.from_config(MODEL)
 
 
 @functools.cache
 def params():
     """Weights whose distributions are peaked enough to tell tokens, and pages, apart."""
-    _, drawn = nnx.split(Decoder(G, np.random.default_rng(0)))
+    _, drawn = random_decoder(MODEL)
     return jax.tree.map(lambda x: x * 1.2, drawn)
 
 

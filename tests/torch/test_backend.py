@@ -9,14 +9,16 @@ import torch
 from common import setup
 from common.config import Config, ModelConfig, RolloutConfig
 from common.errors import UserError
+from common.model.geometry import Geometry
 from kernels_triton import cuda_graph
 from kernels_triton.ops import REFERENCE, resolve
 from sparrow_torch import backend, engine, sampling
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=48, num_layers=1, hidden_size=64, intermediate_size=32, num_heads=1, num_kv_heads=1,
     head_dim=64, rope_theta=1e4,
 )  # fmt: skip
+G = Geometry.from_config(MODEL)
 
 
 class FakeEngine:
@@ -35,7 +37,7 @@ class FakeEngine:
 
 
 def config(framework, attention="kernel"):
-    return Config(model=G, attention=attention, rollout=RolloutConfig(engine=framework))
+    return Config(model=MODEL, attention=attention, rollout=RolloutConfig(engine=framework))
 
 
 def test_kernels_are_demanded_of_the_engine_and_not_of_the_learner(monkeypatch):

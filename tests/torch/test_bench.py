@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from common.config import ModelConfig
 from common.cost import decode_cost
+from common.model.geometry import Geometry
 from kernels_triton.ops import REFERENCE
 from sparrow_torch import bench
 from sparrow_torch.decode import run_again
 
-TINY = ModelConfig(
+TINY = Geometry(
     vocab_size=61, num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
     head_dim=16, rope_theta=1e4,
 )  # fmt: skip

@@ -160,7 +160,7 @@ FAULTS = {
         "decode/page_scores", 1, {"forward/block", "score/logp", "replay/alpha"},
     ),
     "temperature": (
-        lambda p: p.setattr(scorer.TorchScorer, "_temperature", lambda *_: np.float32(1)),
+        lambda p: p.setattr(scorer.Scorer, "_temperature", lambda *_: np.float32(1)),
         "score/logp", 0, {"forward/block", "stream/dense"},
     ),
     "sequence mean": (

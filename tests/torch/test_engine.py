@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
 from common.config import ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from common.rollout import noise
 from common.schedule.schedule import DENSE, Schedule
 from common.types import Prompt
 from kernels_triton.ops import REFERENCE
 from sparrow_jax.backend import export_weights
 from sparrow_jax.engine import Engine as JaxEngine
-from sparrow_jax.model import Decoder as JaxDecoder
+from sparrow_jax.toy.random_init import random_decoder
 from sparrow_torch.engine import Engine
 from sparrow_torch.model import Decoder
 
@@ -45,9 +45,9 @@ SEED = 6  # at which no drawn token is near a tie, see below
 
 
 @functools.cache
-def weights(geometry, seed=0):
+def weights(model, seed=0):
     """Graph and parameters whose distributions are peaked enough to tell tokens apart."""
-    graph, params = nnx.split(JaxDecoder(geometry, np.random.default_rng(seed)))
+    graph, params = random_decoder(dataclasses.replace(model, init_seed=seed))
     return graph, jax.tree.map(lambda x: x * 1.5, params)
 
 
@@ -60,17 +60,18 @@ def config(**kwargs):
 
 
 @functools.cache
-def jax_engine(geometry):
-    graph, params = weights(geometry)
-    engine = JaxEngine(graph, geometry, config(), STOP, jnp.float32)
+def jax_engine(model):
+    graph, params = weights(model)
+    engine = JaxEngine(graph, Geometry.from_config(model), config(), STOP, jnp.float32)
     engine.load_weights(params, 3)
     return engine
 
 
 @functools.cache
-def torch_engine(geometry=QWEN, **kwargs):
+def torch_engine(model=QWEN, **kwargs):
+    geometry = Geometry.from_config(model)
     engine = Engine(geometry, config(**kwargs), STOP, torch.float32, ops=REFERENCE, device="cpu")
-    engine.load_weights(export_weights(weights(geometry)[1]), 3)
+    engine.load_weights(export_weights(weights(model)[1]), 3)
     return engine
 
 
@@ -152,7 +153,8 @@ def test_schedule_seed_and_weights_make_a_difference():
     tokens = generate(torch_engine()).tokens_BT
     for other in (generate(torch_engine(), None), generate(torch_engine(), seed=5)):
         assert other.tokens_BT.shape != tokens.shape or (other.tokens_BT != tokens).any()
-    engine = Engine(QWEN, config(), STOP, torch.float32, ops=REFERENCE, device="cpu")
+    geometry = Geometry.from_config(QWEN)
+    engine = Engine(geometry, config(), STOP, torch.float32, ops=REFERENCE, device="cpu")
     engine.load_weights(export_weights(weights(QWEN, seed=1)[1]), 3)
     other = generate(engine).tokens_BT
     assert other.shape != tokens.shape or (other != tokens).any()
@@ -168,7 +170,7 @@ def test_settings_change_nothing(settings):
 def test_weights_are_copied_and_checked():
     """The learner reuses its buffers: later changes of the source must not reach the model."""
     source = {n: np.array(x) for n, x in export_weights(weights(QWEN)[1]).items()}
-    model = Decoder(QWEN)
+    model = Decoder(Geometry.from_config(QWEN))
     model.load(source)
     source["embed_VD"][:] = 0
     assert model.embed_VD.abs().sum() > 0
@@ -184,8 +186,9 @@ def test_the_engine_samples_the_same_tokens_with_triton_kernels():
     from kernels_triton.ops import kernels
 
     settings = config(num_slots=2, decode_chunk=2, max_response_tokens=4, prefill_chunk=24)
-    geometry = dataclasses.replace(QWEN, head_dim=32)
-    graph, params = nnx.split(JaxDecoder(geometry, np.random.default_rng(0)))
+    model = dataclasses.replace(QWEN, head_dim=32)
+    graph, params = random_decoder(model)
+    geometry = Geometry.from_config(model)
     results = []
     for ops, schedule in ((REFERENCE, SPARSE), (kernels(), SPARSE), (REFERENCE, None)):
         engine = Engine(geometry, settings, STOP, torch.float32, ops=ops, device="cpu")

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 import pytest
 import torch
-from flax import nnx
 
 from common import loop
 from common.config import Config, GrpoConfig, LearnerConfig
+from common.model.geometry import Geometry
 from common.objective import batching, grpo
 from common.objective.corrections import CORRECTIONS
 from common.rollout import noise
@@ -30,12 +30,12 @@ from kernels_triton.ops import REFERENCE
 from sparrow_jax import hf
 from sparrow_jax import learner as in_jax
 from sparrow_jax.backend import export_weights
-from sparrow_jax.model import Decoder as JaxDecoder
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.scorer import Scorer as JaxScorer
+from sparrow_jax.toy.random_init import random_decoder
 from sparrow_torch import learner as in_torch
 from sparrow_torch.engine import Engine
 from sparrow_torch.model import Decoder
-from sparrow_torch.scorer import TorchScorer
+from sparrow_torch.scorer import Scorer as TorchScorer
 from tests.torch.test_engine import LLAMA, QWEN, SPARSE, config, generate
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "short_programs")
@@ -82,13 +82,15 @@ def settings(geometry=QWEN, correction="token_tis", rows=6, **learner):
 @functools.cache
 def learner(geometry):
     """JAX's, with the start weights; never updated."""
-    graph, params = nnx.split(JaxDecoder(geometry, np.random.default_rng(0)))
-    return in_jax.JaxLearner(graph, params, settings(geometry), jnp.float32)
+    graph, params = random_decoder(geometry)
+    return in_jax.Learner(graph, params, settings(geometry), jnp.float32)
 
 
 @functools.cache
 def rollout(geometry):
-    engine = Engine(geometry, config(), STOP, torch.float32, ops=REFERENCE, device="cpu")
+    engine = Engine(
+        Geometry.from_config(geometry), config(), STOP, torch.float32, ops=REFERENCE, device="cpu"
+    )
     engine.load_weights(export_weights(learner(geometry).params), 3)
     return generate(engine, SPARSE, num_samples=4, seed=5, temperature=TEMPERATURE)
 
@@ -100,7 +102,7 @@ def scored(backend, geometry):
         scorer = JaxScorer(learner(geometry).graph, c, jnp.float32)
         scorer.load_weights(params, 3)
     else:
-        scorer = TorchScorer(Decoder(geometry), c)
+        scorer = TorchScorer(Decoder(Geometry.from_config(geometry)), c)
         scorer.load_weights(export_weights(params), 3)
     return scorer.logprobs(rollout(geometry))
 
@@ -145,7 +147,8 @@ def of_jax(c, batch, params, *, fresh, numbers):
 
 
 def of_torch(c, batch, params, *, fresh, numbers, temperature=TEMPERATURE, remat=False):
-    (micro,), (denominator,), model = batch.minibatches, batch.denominators, Decoder(c.model)
+    (micro,), (denominator,) = batch.minibatches, batch.denominators
+    model = Decoder(Geometry.from_config(c.model))
     model.load(export_weights(params))
     how = (numbers, fresh, temperature)
     sums = [in_torch.accumulate_gradient(model, m, *how, remat=remat) for m in micro]
@@ -300,9 +303,9 @@ def test_one_optimizer_step():
     below may be mere rounding (1e-5), and its sign, too: two rates apart at most.
     """
     c = settings(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.5)
-    in_flax = in_jax.JaxLearner(learner(QWEN).graph, learner(QWEN).params, c, jnp.float32)
+    in_flax = in_jax.Learner(learner(QWEN).graph, learner(QWEN).params, c, jnp.float32)
     record, rate = in_flax.update(pack("jax", c)).values, 3e-3 / c.learner.warmup_steps
-    model, batch = Decoder(QWEN), pack("torch", c)
+    model, batch = Decoder(Geometry.from_config(QWEN)), pack("torch", c)
     model.load(export_weights(learner(QWEN).params))
     start = {name: x.detach().numpy().copy() for name, x in model.named_parameters()}
     losses = [

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
+from common.model.geometry import Geometry
 from sparrow_jax import hf as jax_hf
-from sparrow_jax.model import Decoder as JaxDecoder
+from sparrow_jax.toy.random_init import random_decoder
 from sparrow_torch import hf
 from tests.torch.test_engine import LLAMA, QWEN
 
 
-@pytest.mark.parametrize("geometry", [QWEN, LLAMA], ids=["qwen3", "llama"])
-def test_both_backends_read_and_write_the_same_files(geometry, tmp_path):
-    params = nnx.split(JaxDecoder(geometry, np.random.default_rng(0)))[1]
-    jax_hf.save(tmp_path / "a", geometry, params)
+@pytest.mark.parametrize("model", [QWEN, LLAMA], ids=["qwen3", "llama"])
+def test_both_backends_read_and_write_the_same_files(model, tmp_path):
+    params = random_decoder(model)[1]
+    jax_hf.save(tmp_path / "a", Geometry.from_config(model), params)
     model = hf.load(tmp_path / "a")
     want = jax_hf.flat_weights(params)
     assert dict(model.named_parameters()).keys() == want.keys()
@@ -26,8 +26,8 @@ def test_both_backends_read_and_write_the_same_files(geometry, tmp_path):
 
 
 def test_bfloat16_weights_come_back_as_they_are(tmp_path):
-    params = nnx.split(JaxDecoder(QWEN, np.random.default_rng(0)))[1]
-    jax_hf.save(tmp_path / "a", QWEN, params)
+    params = random_decoder(QWEN)[1]
+    jax_hf.save(tmp_path / "a", Geometry.from_config(QWEN), params)
     model = hf.load(tmp_path / "a", dtype=torch.bfloat16)
     hf.save(tmp_path / "b", model)
     again = hf.load(tmp_path / "b", dtype=torch.bfloat16)

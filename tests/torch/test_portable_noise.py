@@ -24,24 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
 from common.config import ModelConfig, RolloutConfig
+from common.model.geometry import Geometry
 from common.rollout import noise
 from common.types import Prompt
 from kernels_triton.ops import REFERENCE
 from sparrow_jax.backend import export_weights
 from sparrow_jax.engine import Engine as JaxEngine
-from sparrow_jax.model import Decoder
+from sparrow_jax.toy.random_init import random_decoder
 from sparrow_torch.engine import Engine as TorchEngine
 from tests.torch.test_engine import PAGE, SPARSE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-G = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=512, num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4,
     num_kv_heads=2, head_dim=8, rope_theta=1e4, qk_gain=2.0, tie_embeddings=False,
 )  # fmt: skip
+G = Geometry.from_config(MODEL)
 D = 1e-4
 """The most by which log-probs of two backends may differ; every assertion below rests on it."""
 TIE = 2 * D
@@ -55,7 +56,7 @@ NAMES = [f"{'sparse' if s else 'dense'}-T{t}-p{p}" for s, t, p in CASES]
 @functools.cache
 def weights():
     """Graph and parameters with a head that makes tokens matter: mean p 0.4 (T = 0.6) and 0.1."""
-    graph, params = nnx.split(Decoder(G, np.random.default_rng(0)))
+    graph, params = random_decoder(MODEL)
     params["head_VD"][...] *= 2.5
     return graph, params
 

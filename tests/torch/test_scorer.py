@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from common.config import Config, LearnerConfig
+from common.model.geometry import Geometry
 from kernels_triton.ops import REFERENCE, resolve
 from sparrow_jax.backend import export_weights
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.scorer import Scorer as JaxScorer
 from sparrow_torch.model import Decoder
-from sparrow_torch.scorer import TorchScorer
+from sparrow_torch.scorer import Scorer as TorchScorer
 from tests.torch.test_engine import (
     ALL_PAGES,
     QWEN,
@@ -31,7 +32,8 @@ def scorers():
     settings = LearnerConfig(tokens_per_microbatch=8 * 50, length_buckets=(50,))
     whole = Config(model=QWEN, rollout=config(temperature=0.8), learner=settings)
     graph, params = weights(QWEN)
-    ours, theirs = TorchScorer(Decoder(QWEN), whole), JaxScorer(graph, whole, jnp.float32)
+    ours = TorchScorer(Decoder(Geometry.from_config(QWEN)), whole)
+    theirs = JaxScorer(graph, whole, jnp.float32)
     ours.load_weights(export_weights(params), 3)
     theirs.load_weights(params, 3)
     return ours, theirs

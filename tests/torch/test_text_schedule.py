@@ -18,7 +18,7 @@ from common.mismatch import acceptance
 from common.profile import schedule_check
 from common.schedule.profile_file import load_profile
 from common.schedule.schedule import DENSE, Schedule
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.scorer import Scorer as JaxScorer
 from tests.jax import tiny_model
 from tests.jax.tiny_model import PAGE, G
 

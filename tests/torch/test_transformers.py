@@ -173,11 +173,11 @@ def test_a_planted_fault_changes_greedy_tokens(folder):
 
 def jax_copy(source, target, dtype):
     geometry, state = jax_hf.load(source)
-    jax_hf.save(target, geometry, state, dtype)
+    jax_hf.save(target, geometry, state, dtype, source=str(source))
 
 
 def torch_copy(source, target, dtype):
-    torch_hf.save(target, torch_hf.load(source, dtype=getattr(torch, dtype)))
+    torch_hf.save(target, torch_hf.load(source, dtype=getattr(torch, dtype)), source=str(source))
 
 
 EXPORT = {"jax": jax_copy, "torch": torch_copy}

@@ -134,9 +134,11 @@ def test_log_probs_of_a_prompt_are_put_together_from_pieces(build, pieces):
 
 def test_a_prompt_that_is_prefilled_in_parts_is_refused(build):
     tracer = build(passes=2)
-    with pytest.raises(UserError, match="vllm: 3 positions seen in a forward pass, expected 7"):
+    with pytest.raises(UserError, match="vllm: 3 positions recorded in a forward pass, expected 7"):
         tracer.forward(tokens())
-    with pytest.raises(UserError, match="vllm: 2 positions seen in logits of a prompt, expected 6"):
+    with pytest.raises(
+        UserError, match="vllm: 2 positions recorded in logits of a prompt, expected 6"
+    ):
         tracer.top(tokens(), 3)
 
 

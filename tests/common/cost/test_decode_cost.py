@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from common.cli import command_line
-from common.config import ModelConfig
 from common.cost import chips, cost_report, decode_cost, eflops, lengths
 from common.cost.lengths import Lengths
 from common.errors import UserError
 from common.model import hf
-from common.model.geometry import QWEN3
+from common.model.geometry import QWEN3, Geometry
 from common.schedule.schedule import DENSE, Schedule
 
-TINY = ModelConfig(
+TINY = Geometry(
     vocab_size=61, num_layers=3, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2,
     head_dim=16,
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Damaged model folders: each is refused in one line at once, or read as it should be."""
 
+import dataclasses
 import json
 import random
 import time
@@ -11,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 from common.config import Config, ModelConfig
 from common.errors import UserError
 from common.model import hf, hf_config
-from common.model.geometry import param_shapes
+from common.model.geometry import Geometry, param_shapes
 from common.setup import check_context
 
-GEOMETRY = ModelConfig(
+GEOMETRY = Geometry(
     vocab_size=8, num_layers=2, hidden_size=8, intermediate_size=4, num_heads=2, num_kv_heads=1,
     head_dim=4,
 )  # fmt: skip
@@ -88,7 +89,9 @@ def refuse(path, words):
 
 def test_a_folder_of_ours_needs_no_transformers_and_says_the_same_by_it(tmp_path):
     for qk_norm in (True, False):
-        geometry = ModelConfig(qk_norm=qk_norm, tie_embeddings=qk_norm, rope_theta=7e5)
+        geometry = dataclasses.replace(
+            GEOMETRY, qk_norm=qk_norm, tie_embeddings=qk_norm, rope_theta=7e5
+        )
         where = tmp_path / "config.json"
         where.write_text(json.dumps(hf_config.entries(geometry, "float32", None)))
         plain = hf_config.read_geometry(tmp_path)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common import oracles
-from common.config import ModelConfig
+from common.model.geometry import Geometry
 
 
 def test_rms_norm_by_hand():
@@ -36,7 +36,7 @@ def geometry(**changes):
         "vocab_size": 17, "num_layers": 3, "hidden_size": 12, "intermediate_size": 20,
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "rope_theta": 1e4,
     }  # fmt: skip
-    return ModelConfig(**small | changes)
+    return Geometry(**small | changes)
 
 
 def random_weights(g, seed=0):

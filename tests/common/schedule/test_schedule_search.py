@@ -1,5 +1,6 @@
 """Search in profiles by hand: rules, bins without evidence, page sizes; files that are refused."""
 
+import dataclasses
 import functools
 import json
 
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import ModelConfig
 from common.cost import decode_cost as cost
 from common.errors import UserError
+from common.model.geometry import QWEN3
 from common.schedule import schedule_search
 from common.schedule.profile_file import load_profile
 from common.schedule.schedule import DENSE, Schedule, load
@@ -255,7 +256,9 @@ def test_profile_of_another_policy_gives_no_schedule():
 
 def test_tokens_read_is_the_cost_models_sparse_layers():
     """Bytes of one KV head and layer: 2 H numbers of 2 bytes a token."""
-    geometry = ModelConfig(num_layers=3, num_kv_heads=1, num_heads=2, head_dim=8)
+    geometry = dataclasses.replace(
+        QWEN3["qwen3-4b"], num_layers=3, num_kv_heads=1, num_heads=2, head_dim=8
+    )
     schedule = Schedule(page_size=16, bin_tokens=64, budgets=(1, 3))
     cached = np.array([0, 15, 16, 100, 300])
     terms = cost.row_terms(geometry, schedule, cached, num_dense_layers=0)

@@ -1,9 +1,9 @@
-"""Supervised start of a from-scratch policy: curriculum on the task's own demonstrations.
+"""Supervised training of a policy from scratch on the task's own demonstrations.
 
-Stages go from small to large problems; a stage ends when the running probability of the right
-decision token (a look-up) reaches its goal, or at its step limit: slow seeds get their time.
-A last phase on imperfect demonstrations leaves room for reinforcement learning.
-Batches are a pure function of (seed, step); the state is checkpointed, so a killed warm-up goes on.
+Stages go from small to large problems. A stage ends when the running probability of the right
+look-ups reaches its goal, or at its step limit. The last stage uses imperfect demonstrations and
+so leaves room for reinforcement learning. Batches are a pure function of (seed, step), and the
+state is checkpointed, so a warm-up that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,11 +35,11 @@ SAVE_EVERY = 200
 SMOOTHING = 0.1
 RAMP_STEPS = 50
 PROMPT_WEIGHT = 0.1
-"""Weight of prompt tokens that repeat what was stated before: a second source of look-ups."""
+"""Loss weight of prompt tokens that repeat an earlier fact, which also trains look-ups."""
 
 
 class Trainer:
-    """Weights and AdamW state of the supervised phase (state_dict as the learner's)."""
+    """Weights and AdamW state of the warm-up, with the state_dict of a learner."""
 
     def __init__(self, config: Config, vocab_size: int):
         self.geometry, self.graph, self.params = backend.init_model(config, vocab_size)
@@ -49,18 +50,20 @@ class Trainer:
         self.opt_state = self.optimizer.init(self.params)
 
     def state_dict(self) -> Any:
+        """What a checkpoint holds: plain nested dicts and lists of arrays."""
         return {
             "params": nnx.to_pure_dict(self.params),
             "opt_state": jax.tree.leaves(self.opt_state),
         }
 
     def load_state_dict(self, state: Any) -> None:
+        """Take a state that state_dict of a trainer with the same geometry made."""
         nnx.replace_by_pure_dict(self.params, state["params"])
         tree = jax.tree.structure(self.opt_state)
         self.opt_state = jax.tree.unflatten(tree, state["opt_state"])
 
     def step(self, tokens, weight, decision, rate: float) -> float:
-        """One update at learning rate `rate`; returns the mean probability of right decisions."""
+        """One update at learning rate `rate`; returns the mean probability of right look-ups."""
         self.params, self.opt_state, probability = _step(
             self.params, self.opt_state, tokens, weight, decision, np.float32(rate),
             graph=self.graph, dtype=self.dtype, optimizer=self.optimizer,
@@ -71,8 +74,10 @@ class Trainer:
 @functools.partial(
     jax.jit, static_argnames=("graph", "dtype", "optimizer"), donate_argnames=("params", "state")
 )
-def _step(params, state, tokens_BT, weight_BT, decision_BT, rate, *, graph, dtype, optimizer):
-    def loss(params):
+def _step(
+    params, state, tokens_BT, weight_BT, decision_BT, rate, *, graph, dtype, optimizer
+) -> tuple[Any, Any, jax.Array]:
+    def loss(params) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graph, params)
         logp, _ = token_logprobs(model, tokens_BT, 1.0, dtype=dtype, remat=False)
         right = jnp.sum(jnp.exp(logp) * decision_BT) / jnp.maximum(decision_BT.sum(), 1)
@@ -85,7 +90,10 @@ def _step(params, state, tokens_BT, weight_BT, decision_BT, rate, *, graph, dtyp
 
 
 def warmup(config: Config, run: RunDir) -> None:
-    """Train until every stage is done; writes RUN/model. A finished warm-up is left alone."""
+    """Train until every stage is done and write RUN/model; does nothing if that exists.
+
+    Raises: UserError if the task has no demonstrations.
+    """
     task = registry.build_task(config.task)
     if not hasattr(task, "demonstration"):
         raise UserError(f"task.name={config.task.name!r} has no demonstrations to warm up on")
@@ -102,12 +110,12 @@ def warmup(config: Config, run: RunDir) -> None:
         stages = [*config.warmup.stages, _last_stage(config, task)]
         for number in range(state["stage"], len(stages)):
             state = _run_stage(config, task, trainer, checkpoints, stages, number, state, progress)
-    hf.save(run.path / "model", trainer.geometry, trainer.params)
+    hf.save(run.path / "model", trainer.geometry, trainer.params, source=config.model.path)
     print(f"wrote {run.path}/model")
 
 
-def _goes_on_at(kept) -> dict[str, Any]:
-    """Where a checkpoint was written, or the start."""
+def _goes_on_at(kept: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The state to go on with: that of a checkpoint, or that of the start."""
     if kept is None:
         return {"step": 0, "stage": 0, "stage_step": 0, "right": 0.0}
     names, what = ("step", "stage", "stage_step"), "the checkpoint's"
@@ -115,14 +123,16 @@ def _goes_on_at(kept) -> dict[str, Any]:
     return {**counts, "right": json_checks.number(kept.get("right"), f"{what} right", 0, 1.01)}
 
 
-def _last_stage(config: Config, task) -> tuple[float, ...]:
-    """The phase on imperfect demonstrations, at the task's own sizes; runs to its step limit."""
+def _last_stage(config: Config, task: Any) -> tuple[float, ...]:
+    """The stage on imperfect demonstrations, at the task's own sizes, up to its step limit."""
     w = config.warmup
     return (w.noise_steps, w.noise_batch, task.min_entries, task.max_entries, 2.0)
 
 
-def _run_stage(config, task, trainer, checkpoints, stages, number, state, progress):
-    """Train one stage to its goal; the state with which the next one starts."""
+def _run_stage(
+    config, task, trainer, checkpoints, stages, number, state, progress
+) -> dict[str, Any]:
+    """Train one stage to its goal; returns the state with which the next one starts."""
     max_steps, batch, low, high, goal = stages[number]
     last = number == len(stages) - 1
     noise = config.warmup.noise if last else 0.0
@@ -153,8 +163,13 @@ def _run_stage(config, task, trainer, checkpoints, stages, number, state, progre
     return {"step": step, "stage": number + 1, "stage_step": 0, "right": 0.0}
 
 
-def demonstrations(task, seed, step, batch, low, high, noise):
-    """tokens int32 [B, T], loss weight and decision mask float32 [B, T]; pure in (seed, step)."""
+def demonstrations(
+    task, seed, step, batch, low, high, noise
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens int32 [B, T], loss weight float32 [B, T], and mask float32 [B, T] of the look-ups.
+
+    A pure function of (seed, step) and the sizes.
+    """
     rng = np.random.default_rng([seed, step])
     shown = [task.demonstration(rng, low, high, noise) for _ in range(batch)]
     sizes = dataclasses.replace(task, min_entries=low, max_entries=high)

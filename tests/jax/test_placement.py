@@ -7,10 +7,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from common.errors import UserError
-from sparrow_jax import sharding
-from sparrow_jax.model import PARTITION
+from sparrow_jax.placement import PARTITION, ROWS, Placement
 from tests.conftest import ROOT
 
 PROGRAM = """
@@ -19,16 +19,17 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 from common.config import Config, LearnerConfig, ModelConfig, RolloutConfig
 from common.types import MicroBatch, TrainBatch
-from sparrow_jax import hf, sharding
+from sparrow_jax import hf
 from sparrow_jax.backend import export_weights
-from sparrow_jax.learner import JaxLearner
-from sparrow_jax.model import PARTITION, Decoder
-from sparrow_jax.scorer import JaxScorer
+from sparrow_jax.learner import Learner
+from sparrow_jax.placement import PARTITION, Placement
+from sparrow_jax.scorer import Scorer
+from sparrow_jax.toy.random_init import random_decoder
 
 assert len(jax.devices()) == 8
 G = ModelConfig(vocab_size=24, num_layers=2, hidden_size=16, intermediate_size=24, num_heads=4,
                 num_kv_heads=2, head_dim=8, tie_embeddings=False)
-graph, params = nnx.split(Decoder(G, np.random.default_rng(0)))
+graph, params = random_decoder(G)
 
 def micro(seed, rows=6, length=16):
     rng = np.random.default_rng(seed)
@@ -46,7 +47,7 @@ batch = TrainBatch(minibatches=batches, stats={}, num_tokens=1.0,
 results, exported = {}, {}
 for mesh in ((1, 1, 1), (2, 2, 2)):
     config = Config(model=G, learner=LearnerConfig(mesh=mesh, remat=False))
-    learner = JaxLearner(graph, params, config, jnp.dtype("float32"))
+    learner = Learner(graph, params, config, jnp.dtype("float32"))
     sgd = optax.sgd(0.1)  # Adam would magnify rounding where gradients are tiny
     learner.optimizer, learner._opt_state = sgd, learner._init_state(sgd)
     result = learner.update(batch)
@@ -81,8 +82,8 @@ peaked = jax.tree.map(lambda x: 1.5 * x, params)
 for mesh in ((1, 1, 1), (2, 2, 2)):  # four rows, one for each share of the batch
     config = Config(model=G, rollout=RolloutConfig(page_size=2, num_dense_layers=1),
                     learner=LearnerConfig(mesh=mesh))
-    scorer = JaxScorer(graph, config, jnp.dtype("float32"))
-    scorer.load_weights(sharding.shard_params(peaked, sharding.make_mesh(mesh)), 0)
+    scorer = Scorer(graph, config, jnp.dtype("float32"))
+    scorer.load_weights(Placement.on_devices(mesh).put_weights(peaked), 0)
     budgets = [np.full(20, 1, np.int32), np.full(20, 99, np.int32)]
     out = scorer.overlaps(tokens, np.zeros(4, np.int32), budgets, np.float32(1), top=5)
     alphas.append([np.stack([x.alpha_BT, x.logp_BT, x.estimate_BT]) for x in out])
@@ -97,9 +98,9 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from kernels_pallas.layout import landmark_shape, page_shape
 from kernels_pallas.ops import REFERENCE
-from sparrow_jax import sharded_ops, sharding
+from sparrow_jax import placement, sharded_ops
 
-mesh = sharding.make_mesh((2, 2, 2))  # 4 shares of rows and pages, 2 of heads
+mesh = placement.Placement.on_devices((2, 2, 2)).mesh  # 4 shares of rows and pages, 2 of heads
 ops = sharded_ops.shard_ops(REFERENCE, mesh)
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -112,7 +113,7 @@ def put(x, *where):
 def shares(x, axis=0):
     return np.split(np.asarray(x), 4, axis)
 
-rows, heads = sharded_ops.ROWS, sharded_ops.HEADS
+rows, heads = placement.ROWS, placement.HEADS
 pool = normal(1, K, 4 * M, 2, C, H)
 marks = normal(1, 4 * M, K, H)
 table = np.tile(1 + rng.permutation(2 * PAGES).reshape(2, PAGES), (4, 1)).astype(np.int32)
@@ -132,7 +133,7 @@ def decode(ops, pool, marks, q, new_k, new_v, table, length, k):
 
 args = pool, marks, q, new_k, new_v, table, length, k
 per_row = P(rows, None), P(rows), P(rows)
-specs = (sharded_ops.POOL, sharded_ops.LANDMARKS, *[sharded_ops.QUERIES] * 3, *per_row)
+specs = (placement.POOL, placement.LANDMARKS, *[placement.QUERIES] * 3, *per_row)
 got = jax.jit(lambda *a: decode(ops, *a))(*(put(a, *s) for a, s in zip(args, specs)))
 axes = (2, 1) + (0,) * 6  # where the shares of rows or pages lie
 split = zip(*(shares(a, x) for a, x in zip(args, axes)))
@@ -162,7 +163,7 @@ def train(ops, q, kk, vv, hidden, other, head, prompt, token):
     return value, *grads, *ops.acceptance_overlap(hidden, other, head, token, temperature=0.8)
 
 args = q, kk, vv, hidden, other, head, prompt, token
-specs = (*[sharded_ops.QUERIES] * 3, P(rows, None), P(rows, None), P(heads, None), P(rows), P(rows))
+specs = (*[placement.QUERIES] * 3, P(rows, None), P(rows, None), P(heads, None), P(rows), P(rows))
 got = jax.jit(lambda *a: train(ops, *a))(*(put(a, *s) for a, s in zip(args, specs)))
 want = jax.jit(lambda *a: train(REFERENCE, *a))(*args)
 for name, a, b in zip("value dq dk dv dhidden dhead alpha logp".split(), got, want):
@@ -186,17 +187,17 @@ def test_eight_devices_compute_what_one_does(program):
 def test_more_devices_than_there_are_get_one_line():
     have = len(jax.devices())
     with pytest.raises(UserError, match=rf"needs {have + 1} devices, this process sees {have}"):
-        sharding.make_mesh((have + 1, 1, 1))
+        Placement.on_devices((have + 1, 1, 1))
 
 
 def test_every_parameter_is_placed_and_kept():
-    mesh = sharding.make_mesh((1, 1, 1))
+    one = Placement.on_devices((1, 1, 1))
     tree = {"layers": {"q_LDNH": np.ones((2, 3, 4, 5), np.float32)}, "embed_VD": np.ones((4, 3))}
-    placed = sharding.shard_params(tree, mesh)
+    placed = one.put_weights(tree)
     assert placed["layers"]["q_LDNH"].sharding.spec == PARTITION["q_LDNH"]
     assert placed["embed_VD"].sharding.spec == PARTITION["embed_VD"]
     np.testing.assert_array_equal(placed["layers"]["q_LDNH"], tree["layers"]["q_LDNH"])
-    assert sharding.batch_sharding(mesh).spec == sharding.BATCH
+    assert one.rows.spec == P(ROWS)
 
 
 def test_a_mesh_that_does_not_divide_the_model_gets_one_line():
@@ -204,4 +205,4 @@ def test_a_mesh_that_does_not_divide_the_model_gets_one_line():
     tree = {"layers": {"k_LDKH": np.ones((2, 3, 2, 8), np.float32)}}
     words = r"learner.mesh=\(2, 1, 4\): cannot split 2 of k_LDKH \[2, 3, 2, 8\] over tensor=4"
     with pytest.raises(UserError, match=words):
-        sharding.shard_params(tree, mesh)
+        Placement(mesh).put_weights(tree)
