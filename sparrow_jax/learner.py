@@ -67,23 +67,23 @@ def k3_estimate(delta: jax.Array) -> jax.Array:
 
 
 def policy_loss_sum(
-    logp, batch: Mapping[str, jax.Array], clip_low, clip_high, kl_coef, dual_clip, fresh
+    logp_BT, batch: Mapping[str, jax.Array], clip_low, clip_high, kl_coef, dual_clip, fresh
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Summed loss of a micro-batch, and sums for the log.
 
     fresh: the weights are those that scored the rollout, so the ratio to them is exactly 1.
     """
     mask, A = batch["loss_mask_BT"], batch["advantage_BT"]
-    old = jnp.where(fresh, jax.lax.stop_gradient(logp), batch["logp_old_BT"])
-    rho = tangent_exp(jnp.where(mask, logp - old, 0.0))
+    old = jnp.where(fresh, jax.lax.stop_gradient(logp_BT), batch["logp_old_BT"])
+    rho = tangent_exp(jnp.where(mask, logp_BT - old, 0.0))
     clipped = jnp.clip(rho, 1 - clip_low, 1 + clip_high)
     is_dual = (dual_clip > 0) & (A < 0) & (rho > dual_clip)
     gain = jnp.where(is_dual, dual_clip * A, jnp.minimum(rho * A, clipped * A))
-    k3 = k3_estimate(jnp.where(mask, batch["logp_ref_BT"] - logp, 0.0))
+    k3 = k3_estimate(jnp.where(mask, batch["logp_ref_BT"] - logp_BT, 0.0))
     objective = batch["scale_BT"] * (batch["weight_BT"] * gain - kl_coef * k3)
     loss = -jnp.sum(jnp.where(mask, objective, 0.0))
     is_clipped = mask & (is_dual | (clipped * A < rho * A))
-    drift = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logp) - batch["logp_old_BT"]), 0.0)
+    drift = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logp_BT) - batch["logp_old_BT"]), 0.0)
     sums = {
         "loss": loss,
         "clipped_T": is_clipped.sum(0),
