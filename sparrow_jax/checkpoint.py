@@ -250,14 +250,14 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_form(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """_Damaged for what `_write_manifest` did not write, though its checksum is right."""
+    """Raise _Damaged for a manifest that _write_manifest cannot have made, in spite of its sum."""
     step, files = manifest.get("step"), manifest.get("files") or {}
     if step != int(folder.name[5:]):
         raise _Damaged(f"it holds step {str(step)[:20]}: the folder was renamed")
     sound = all(isinstance(manifest.get(key), dict) for key in ("files", "arrays", "extra"))
     sound = sound and all(_is_entry(folder, *item) for item in files.items())
     if not sound:
-        raise _Damaged(f"{_MANIFEST} is not what was written (files, arrays or extra)")
+        raise _Damaged(f"{_MANIFEST} differs from what was written (files, arrays or extra)")
 
 
 def _is_entry(folder: Path, name: str, entry: Any) -> bool:

@@ -149,7 +149,7 @@ def test_a_manifest_nested_without_end_is_damage(two, capsys):
     assert "manifest.json differs from what was written" in capsys.readouterr().err
     for text in ("[]", "null", "9" * 5000):
         (two / "step_00000003" / "manifest.json").write_text(text)
-        with pytest.raises(checkpoint._Damaged, match="not what was written"):
+        with pytest.raises(checkpoint._Damaged, match="differs from what was written"):
             checkpoint._verified_manifest(two / "step_00000003")
 
 

@@ -135,7 +135,7 @@ def test_no_token_is_near_a_tie(geometry, schedule, temperature):
 
 
 def test_the_same_tokens_without_noise():
-    """test_portable_noise.py has other temperatures and top-p."""
+    """test_sampling.py has other temperatures and top-p."""
     assert_same(*(generate(f(QWEN), temperature=0.0) for f in (torch_engine, jax_engine)))
 
 
