@@ -117,7 +117,7 @@ def _ops(config: Config, geometry: Geometry) -> Ops:
     """Kernels or references for this device, model and mesh.
 
     attention="kernel" is a demand on the rollout engine. If the engine belongs to another
-    framework, whose kernels the learner cannot use, the learner takes "auto".
+    framework, the learner cannot use its kernels and takes "auto".
     Raises: UserError if the configured kernels cannot run here.
     """
     where = jax.devices()[0].platform, math.prod(config.learner.mesh)

@@ -83,7 +83,7 @@ class Checkpoints:
         Returns None if there is no checkpoint. A damaged one is renamed to damaged_step_* with a
         warning on stderr.
         Raises: UserError if all checkpoints are damaged, because going on would silently start
-        anew, and if a sound checkpoint belongs to another model or has another format.
+        again, and if a sound checkpoint belongs to another model or has another format.
         """
         for folder in reversed(self._complete()):
             try:
@@ -98,7 +98,7 @@ class Checkpoints:
         if damaged:
             raise UserError(
                 f"{self._directory}: every checkpoint is damaged (newest: {damaged[-1].name}); "
-                "delete this folder to start the run anew from its first step"
+                "delete this folder to start the run again from its first step"
             )
         return None
 

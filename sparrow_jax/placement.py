@@ -68,16 +68,16 @@ class Placement:
 
     @property
     def rows(self) -> NamedSharding:
-        """Of an array whose first axis is the rows of a batch."""
+        """Sharding of an array with the rows of a batch as its first axis."""
         return NamedSharding(self.mesh, P(ROWS))
 
     @property
     def everywhere(self) -> NamedSharding:
-        """Of an array that every device holds as a whole."""
+        """Sharding of an array that every device holds as a whole."""
         return NamedSharding(self.mesh, P())
 
     def weight(self, path: tuple[Any, ...]) -> NamedSharding:
-        """Of one parameter, found by the last part of its tree path that PARTITION knows."""
+        """Sharding of a parameter, found by the last part of its tree path that PARTITION has."""
         return NamedSharding(self.mesh, PARTITION[_parameter(path)])
 
     def put_weights(self, params: Any) -> Any:

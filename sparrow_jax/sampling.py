@@ -14,9 +14,9 @@ def sample(
     """Token ids int32 [B] and their log-probs float32 [B] under the distribution sampled from.
 
     token = argmax_v logits_v / temperature - log(-log u_v) (Gumbel-max), where u is a pure function
-    of the row's key and the position. nucleus keeps the smallest set of tokens whose probability is
-    at least top_p (ties: the lower id) and renormalizes, also for the log-prob. greedy takes the
-    argmax, with its log-prob at temperature 1. The two flags are static; the numbers are not.
+    of the row's key and the position. nucleus keeps the smallest set of tokens that has at least
+    the probability top_p (ties: the lower id) and renormalizes, also for the log-prob. greedy takes
+    the argmax, with its log-prob at temperature 1. The flags are static; the numbers are not.
     """
     logits_BV = logits_BV.astype(jnp.float32)
     if not greedy:

@@ -135,7 +135,7 @@ def learner_program(name: str, mesh: Mesh) -> Program:
 
 
 def compile_all(chips: Sequence[str], only: str = "") -> list[aot.Compiled]:
-    """Compile and print the programs of all models whose names match the pattern `only`."""
+    """Compile and print the programs of all models, or those with a name that matches `only`."""
     aot.prepare()
     rows = []
     for chip in chips:

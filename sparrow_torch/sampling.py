@@ -14,9 +14,9 @@ def sample(
     """Token ids int64 [B] and their log-probs float32 [B] under the distribution sampled from.
 
     token = argmax_v logits_v / temperature - log(-log u_v) (Gumbel-max), where u is a pure function
-    of the row's key and the position. top_p < 1 keeps the smallest set of tokens whose probability
-    is at least top_p (ties: the lower id) and renormalizes, also for the log-prob. temperature 0
-    takes the argmax, with its log-prob at temperature 1.
+    of the row's key and the position. top_p < 1 keeps the smallest set of tokens that has at
+    least the probability top_p (ties: the lower id) and renormalizes, also for the log-prob.
+    temperature 0 takes the argmax, with its log-prob at temperature 1.
     """
     logits_BV, greedy = logits_BV.float(), temperature == 0
     if not greedy:

@@ -78,9 +78,9 @@ class TransformersTracer:
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:
         """Values, attention outputs and block outputs of each layer, which hooks record."""
         layers = self.model.model.layers
-        seen: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+        found: list[dict[str, torch.Tensor]] = [{} for _ in layers]
         hooks = []
-        for layer, facts in zip(layers, seen, strict=True):
+        for layer, facts in zip(layers, found, strict=True):
             keep = functools.partial(_keep, facts)
             attention = layer.self_attn
             hooks += [
@@ -92,7 +92,7 @@ class TransformersTracer:
         with tracer.removing(hooks):
             for row in tokens_BT:  # one at a time, because eager attention holds all scores
                 self.model.model(self._tensor(row)[None], use_cache=False)
-                rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
+                rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in found]))
         return tracer.joined(rows)
 
     @torch.no_grad()

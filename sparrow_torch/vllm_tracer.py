@@ -104,10 +104,10 @@ class VllmTracer:
         """Facts of each layer; q and k as attention gets them, that is, after RoPE."""
         rows = []
         for row_T in tokens_BT:
-            hooks, seen = _watch(self.model.model.layers)
+            hooks, found = _watch(self.model.model.layers)
             with tracer.removing(hooks):
                 self._run([row_T], 1)
-            rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in seen]))
+            rows.append(tracer.stacked([tracer.facts_of_layer(**facts) for facts in found]))
             _expect(len(row_T), rows[-1]["block"].shape[2], "a forward pass")
         return tracer.joined(rows)
 

@@ -168,7 +168,7 @@ def _read_tensor(path: Path, file: Any, name: str, dtype: Any) -> np.ndarray:
     try:
         x = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: tensor {name} cannot be read ({error}); copy it anew") from error
+        raise UserError(f"{path}: tensor {name} cannot be read ({error}); copy it again") from error
     with np.errstate(over="ignore", invalid="ignore"):
         x = x.astype(dtype, copy=False)
         flat = x.reshape(-1)
@@ -182,7 +182,7 @@ def _read_tensor(path: Path, file: Any, name: str, dtype: Any) -> np.ndarray:
             at = np.unravel_index(begin + int(np.argmin(finite)), x.shape)
             raise UserError(
                 f"{path}: tensor {name} holds {x[at]} at {[int(i) for i in at]}: values that are "
-                "not finite; the weights are damaged, copy them anew or take an earlier checkpoint"
+                "not finite; the weights are damaged, copy them again or take an earlier checkpoint"
             )
     return x
 
@@ -242,14 +242,14 @@ def _open_tensors(path: Path) -> dict[str, Any]:
             if weight_map.get(name, file) != file or name in tensors:
                 raise UserError(
                     f"{path / file}: holds tensor {_named(name)}, which {index.name} says is in "
-                    f"{weight_map.get(name)}; expected each tensor once, copy the model anew"
+                    f"{weight_map.get(name)}; expected each tensor once, copy the model again"
                 )
             tensors[name] = opened
     for name, file in weight_map.items():
         if name not in tensors:
             raise UserError(
                 f"{path / file}: tensor {_named(name)} is missing, which {index.name} "
-                "says is there; copy the model anew"
+                "says is there; copy the model again"
             )
     return tensors
 
@@ -280,7 +280,7 @@ def _open_file(file: Path) -> Any:
     try:
         return safe_open(file, "np")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: damaged ({one_line(error)[:200]}); copy it anew") from error
+        raise UserError(f"{file}: damaged ({one_line(error)[:200]}); copy it again") from error
 
 
 def _check_tensors(

@@ -79,7 +79,7 @@ def model():
 
 
 def a_learner(mesh, seed):
-    """A learner on `mesh` whose weights, moments and counters are all drawn from the seed."""
+    """A learner on `mesh` with random weights, moments and counters, all from the seed."""
     config = Config(model=MODEL, learner=LearnerConfig(mesh=mesh))
     learner = Learner(*model(), config, jnp.dtype("float32"))
     rng = np.random.default_rng(seed)
@@ -161,7 +161,7 @@ def least_bit_of_a_norm(learner, state):
 
 
 OLD_PLACE = "params.embed_VD: lies on {'data': 1, 'fsdp': 8, 'tensor': 1} by "
-PLANTED = {  # what is spoilt: (a fault that must be seen, how many of the 44 arrays)
+PLANTED = {  # name: (a fault that a test must find, number of the 44 arrays that it changes)
     on_the_old_mesh: (OLD_PLACE, 44),
     replicated: ("params.layers.q_LDNH: lies on {'data': 2, 'fsdp': 2, 'tensor': 2} by ", 27),
     moments_swapped: ("opt_state.1.0.mu.embed_VD: other bits", 28),
@@ -313,7 +313,7 @@ def run_on_two_meshes(folder):
 
 
 def weights_only(load):
-    """A fault: the moments of the optimizer begin anew."""
+    """A fault: the moments of the optimizer begin at zero."""
     return lambda self, state: load(self, moments_forgotten(self, state))
 
 

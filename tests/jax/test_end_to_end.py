@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(at_home, capsy
 
 
 def start(run):
-    """The command as a process whose steps take a second."""
+    """The command in a process in which every step takes a second."""
     words = [sys.executable, "-m", "common.cli", *shlex.split(TRAIN), f"--run={run}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GRADING_SECONDS": "1"}
     pipe = subprocess.PIPE

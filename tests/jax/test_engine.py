@@ -38,7 +38,7 @@ LENGTHS = [1, 3, 4, 5, 8, 15, 16, 17, 24]
 
 @functools.cache
 def weights(seed=0):
-    """Parameters whose distributions are peaked enough to tell tokens apart."""
+    """Parameters with distributions that are peaked enough to tell tokens apart."""
     params = random_decoder(dataclasses.replace(MODEL, init_seed=seed))[1]
     return jax.tree.map(lambda x: x * 1.5, params)
 

@@ -48,7 +48,7 @@ FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def hf_model(family, tied):
-    """config.json and tensors as transformers would save them, drawn at random."""
+    """config.json and tensors as transformers would save them, with random values."""
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not tied:
         shapes["lm_head.weight"] = (V, D)

@@ -125,7 +125,7 @@ def leaves(learner):
 
 
 def micro_batch(far=0.6):
-    """One micro-batch whose ratios lie on both sides of both clip limits, with a padding row."""
+    """One micro-batch with ratios on both sides of both clip limits, and a padding row."""
     rollout, scored, _, weight = example()
     rng = np.random.default_rng(3)
     mask = rollout.response_mask_BT.copy()
@@ -197,7 +197,7 @@ def test_a_step_goes_along_the_gradient_over_the_denominator():
 
 
 def test_report_is_the_mean_over_all_loss_tokens():
-    # a first minibatch of 3 tokens without weight, then one whose ratios are known
+    # a first minibatch of 3 tokens without weight, then one with known ratios
     m, learner = micro_batch(), make(learning_rate=0.0)
     arrays, options = oracle_arguments(m, log_probs(weights(), m.tokens_BT), 0.0)
     want = oracles.policy_loss(*arrays, **options)

@@ -30,7 +30,7 @@ jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def make(g, seed=0):
-    """A model whose norm gains are not all 1, as after training."""
+    """A model with norm gains that are not all 1, as after training."""
     graph, params = random_decoder(dataclasses.replace(g, init_seed=seed))
     keys = iter(jax.random.split(jax.random.key(seed), 99))
     vary = lambda x: x * (1 + 0.3 * jax.random.normal(next(keys), x.shape))  # noqa: E731

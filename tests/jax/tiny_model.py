@@ -23,7 +23,7 @@ G = Geometry.from_config(MODEL)
 
 @functools.cache
 def params():
-    """Weights whose distributions are peaked enough to tell tokens, and pages, apart."""
+    """Weights with distributions that are peaked enough to tell tokens, and pages, apart."""
     _, drawn = random_decoder(MODEL)
     return jax.tree.map(lambda x: x * 1.2, drawn)
 

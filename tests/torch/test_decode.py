@@ -87,7 +87,7 @@ def captured_engine(recorder, seed=0, **settings):
 
 @functools.cache
 def plain(schedule=SPARSE, seed=test_engine.SEED):
-    """What an engine samples whose steps are not captured."""
+    """What an engine samples without captured steps."""
     return generate(test_engine.torch_engine(), schedule, seed=seed)
 
 
@@ -102,7 +102,7 @@ def test_captured_steps_sample_the_same_tokens():
     other = dataclasses.replace(SPARSE, budgets=(2, 0, 1))
     assert_same(generate(engine, other), plain(other))
     again = [s for s in engine.open().steps if s not in shapes]
-    assert {s.rows for s in again}.isdisjoint(s.rows for s in shapes)  # only buckets not yet seen
+    assert {s.rows for s in again}.isdisjoint(s.rows for s in shapes)  # only new buckets
 
 
 def test_captured_steps_take_new_weights():
@@ -124,7 +124,7 @@ def test_dense_steps_and_temperatures_are_captured_apart():
 
 def test_a_step_that_waits_for_the_device_cannot_be_captured():
     engine = captured_engine(Recorder())
-    engine.model.ops = REFERENCE  # whose sparse_decode asks for the longest row
+    engine.model.ops = REFERENCE  # its sparse_decode asks for the longest row
     with pytest.raises(RuntimeError, match="waits for the device"):
         generate(engine)
 

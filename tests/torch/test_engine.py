@@ -41,12 +41,12 @@ D = 1.5e-4
 machine's float32 sum errs by at most 32 * 2**-24 of sum |h w| <= |h| |w| = 18 here: 3.4e-5. A
 log-prob has that twice (its logit, the sum of all), two machines four times: 1.4e-4 at worst, by
 the last product alone. Errors seldom all have one sign: 6.4e-5 was seen, with all layers."""
-SEED = 6  # at which no drawn token is near a tie, see below
+SEED = 6  # with it no sampled token is near a tie, see below
 
 
 @functools.cache
 def weights(model, seed=0):
-    """Graph and parameters whose distributions are peaked enough to tell tokens apart."""
+    """Graph and parameters with distributions that are peaked enough to tell tokens apart."""
     graph, params = random_decoder(dataclasses.replace(model, init_seed=seed))
     return graph, jax.tree.map(lambda x: x * 1.5, params)
 
@@ -119,7 +119,7 @@ def test_no_token_is_near_a_tie(geometry, schedule, temperature):
             score = score - np.log(-np.log(np.float64(noise.uniform(bits))))
         second, best = np.partition(score, -2, axis=1)[:, -2:].T
         for *token, lead in zip(*keys, positions, best - second, strict=True):
-            won.setdefault(tuple(map(int, token)), lead)  # a row that has ended is drawn again
+            won.setdefault(tuple(map(int, token)), lead)  # a row that has ended is sampled again
         return drawn_by(logits_BV, key_B, position_B, *how)
 
     programs.sample = recorded

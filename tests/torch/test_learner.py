@@ -265,7 +265,7 @@ def sequence_mean(batch):
 
 
 def one_more_token():
-    """A rollout whose mask takes the first padding token of one row for a sampled one."""
+    """A rollout with a mask that counts the first padding token of one row as sampled."""
     tokens = rollout(QWEN)
     row = int(np.argmin(tokens.total_len_B))
     mask_BT = tokens.response_mask_BT.copy()

@@ -115,10 +115,11 @@ def nucleus(logp_BV, top_p):
 
 @functools.cache
 def in_numpy(case):
-    """The torch engine's rollout, and of each token drawn in it, from the same logits in float64:
+    """The torch engine's rollout, and four facts of each sampled token, [24, 64] each.
 
-    numpy's token minus the engine's, by how much it won among all that may be kept (0 where it may
-    be lost itself), 1 - sum_v p_v^2, and how much the nucleus' edge moves log-probs; [24, 64].
+    From the same logits in float64: numpy's token minus the engine's; the lead of the winner over
+    all tokens that may be kept (0 if the winner itself may be dropped); 1 - sum_v p_v^2; and how
+    much the edge of the nucleus moves log-probs.
     """
     programs, facts = engine("torch").open(), []
     drawn_by = programs.sample

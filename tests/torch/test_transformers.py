@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 
 def first_layers(weights, count):
-    """The rest turned off: a block whose o and down are zero passes its input on."""
+    """The model with only its first `count` layers: zeros in o and down pass the input on."""
     off = {"layers.o_LNHD", "layers.down_LFD"}
     keep = np.arange(len(weights["layers.down_LFD"])) < count
     return {

@@ -57,7 +57,7 @@ def test_a_fault_in_what_vllm_runs_is_found_in_the_first_layer(folder, tmp_path,
 
 
 def test_log_probs_are_those_that_vllm_returns_for_a_prompt(folder):
-    """Logits are seen by a hook, to serve any temperature; at T = 1 vLLM says them itself."""
+    """A hook records logits, for any temperature; at T = 1 vLLM returns log-probs itself."""
     import torch
 
     from common.config import Config, ModelConfig
