@@ -141,7 +141,7 @@ def train_step(
 
     values |= rollout_stats.describe_rollout(rollout, rewards, schedule, prepared.advantages)
     values |= rollout_stats.describe_update(rollout, scored, prepared.correction, update.values)
-    values |= rollout_stats.describe_mismatch(mismatch) | moves | prepared.batch.stats
+    values |= {**rollout_stats.describe_mismatch(mismatch), **moves, **prepared.batch.stats}
     bins = rollout_stats.describe_bins(
         mismatch, rollout, update.clipped_T, schedule, config.mismatch.bin_tokens
     )

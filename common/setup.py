@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.config import Config
 from common.errors import UserError
@@ -92,8 +92,8 @@ def build_backend(config: Config, *, vocab_size: int, stop_ids: Sequence[int]) -
 
 def build_scorer(config: Config) -> tuple[Scorer, Geometry, str]:
     """A scorer of the engine's framework, without engine or learner; see ScorerModule."""
-    module: ScorerModule = importlib.import_module(f"{engine_package(config)}.backend")
-    return module.build_scorer(config)
+    module = importlib.import_module(f"{engine_package(config)}.backend")
+    return cast(ScorerModule, module).build_scorer(config)
 
 
 class ForeignEngine:

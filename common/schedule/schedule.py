@@ -99,7 +99,7 @@ class Schedule:
     def budget(self, position: int) -> int:
         """k of the query at 0-based `position` (>= 0)."""
         position = integer(position, "position", 0, error=ValueError)
-        return int(self.budgets_at(np.int64(position)))
+        return int(self.budgets_at(np.array(position)))
 
     def budgets_at(self, positions: np.ndarray) -> np.ndarray:
         """`budget` for an integer array of positions of any shape; int32 of the same shape."""
