@@ -33,10 +33,10 @@ from common.setup import (
     Parts,
     announce,
     check_response_limit,
-    goes_on_at,
     open_parts,
     resolve_schedule,
-)  # fmt: skip
+    resume_point,
+)
 from common.tasks import evaluation, registry
 from common.types import Prompt, Rollout
 
@@ -56,7 +56,7 @@ def train(config: Config, run: RunDir) -> None:
         check_response_limit(parts)
         checkpoints = parts.backend.open_checkpoints(run.path / "checkpoints")
         extra = checkpoints.restore()
-        step, version = goes_on_at(extra)
+        step, version = resume_point(extra)
         push(parts, version)
         announce(parts, run, step)
         controller = open_controller(config, parts.schedule, extra)
@@ -77,12 +77,15 @@ def train(config: Config, run: RunDir) -> None:
                 values, bins, alarms = train_step(parts, step, version, controller)
                 alarms += watch.alarms(values)
                 version += 1
+                # 8 push
                 with _timed(values, "time/push"):
                     push(parts, version)
+                # 9 record
                 if evaluation.due(config, step + 1):
                     values |= evaluation.record(parts)
                 writer.write(step, before | values | saving, bins=bins, alarms=alarms)
                 step += 1
+                # 10 checkpoint
                 if step % config.checkpoint_every == 0 or step == config.num_steps:
                     with _timed(saving, "time/checkpoint"):
                         state: dict[str, Any] = {"step": step, "version": version}
@@ -102,7 +105,9 @@ def train_step(
     values: dict[str, Any] = {"weights/version": version}
     start = time.perf_counter()
 
+    # 1 prompts
     prompts = parts.prompts.batch(step)
+    # 2 rollout
     with _timed(values, "time/rollout"), Progress(f"step {step + 1} rollout") as progress:
         rollout = backend.engine.generate(
             prompts,
@@ -112,12 +117,15 @@ def train_step(
             progress=progress,
         )
     assert (rollout.version_BT[rollout.response_mask_BT] == version).all(), "stale weights"
+    # 3 rewards
     with _timed(values, "time/reward"):
         rewards = registry.score(parts.task, rollout, parts.pool)
         greedy = _greedy_rewards(parts, prompts, rollout, step)
+    # 4 scored
     with _timed(values, "time/score"):
         scored = backend.scorer.logprobs(rollout)
         reference = backend.reference.logprobs(rollout).logp_dense_BT if backend.reference else None
+    # 5 batch
     with _timed(values, "time/pack"):
         prepared = prepare_batch(
             rollout,
@@ -129,6 +137,7 @@ def train_step(
             greedy_reward_B=greedy,
             logp_ref_BT=reference,
         )
+    # 6 mismatch: measure, judge, act
     with _timed(values, "time/mismatch"):
         replay = measure.replay_some(rollout, backend.scorer, schedule, config.mismatch, step)
         mismatch = measure.measure(
@@ -136,6 +145,7 @@ def train_step(
         )
         alarms = measure.judge(mismatch, config)
         moves = controller.follow(rollout, replay) if controller and replay else {}
+    # 7 update
     with _timed(values, "time/update"):
         update = backend.learner.update(prepared.batch)
 

@@ -167,8 +167,8 @@ def check_response_limit(parts: Parts) -> None:
         )
 
 
-def goes_on_at(extra: Mapping[str, Any] | None) -> tuple[int, int]:
-    """(step, version of the weights) that a checkpoint keeps; (0, 0) without one."""
+def resume_point(extra: Mapping[str, Any] | None) -> tuple[int, int]:
+    """(next step, version of the weights) by what a checkpoint holds; (0, 0) without one."""
     if extra is None:
         return 0, 0
     step, version = (

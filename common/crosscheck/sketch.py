@@ -1,8 +1,8 @@
-"""Random projections that are the same on every machine: a few numbers that stand for many.
+"""Random projections that are the same on every machine: two numbers in place of a long vector.
 
-Signs come from the counter-based noise of common/rollout/noise.py, so that two machines need not
-exchange them. A vector x of n numbers becomes x . s_j / sqrt(n), j = 1, 2; its size is that of x's
-rms.
+A vector x of n numbers becomes x . s_j / sqrt(n), j = 1, 2, with random signs s_j; the result is
+about as large as the rms of x. The signs come from the counter-based noise of
+common/rollout/noise.py, so that two machines need not exchange them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def directions(width: int, stream: int = 0) -> np.ndarray:
 def of_parameter(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Norm [L] and two projections [L, 2] of each layer of a parameter [L, ...], in float64.
 
-    Signs along the last axis, then others along all axes between, summed: as many bits as the two
-    axes are long serve a matrix of any size. A projection is about as large as the norm.
+    Random signs multiply the last axis, others the flattened axes between, and everything is
+    summed: so the number of signs is the sum, not the product, of the two lengths. A projection is
+    about as large as the norm.
     """
     x = np.asarray(x, np.float32).reshape(len(x), -1, x.shape[-1])
     along = np.float64(x @ directions(x.shape[2]))  # [L, R, 2]

@@ -1,8 +1,8 @@
-"""The file of a trace: arrays by name in a compressed .npz, written one by one, and its meta data.
+"""The file of a trace: a compressed .npz of arrays by name, written one by one, and meta data.
 
 meta                     JSON: format, backend, versions, device, dtype, settings, checksums
-tokens/*                 what was forced: tokens [B, T], prompt_len, total_len, logp of the actor
-stream/NAME/*            what was sampled: NAME = greedy, dense, sparse; tokens and logp [B, T]
+tokens/*                 the given tokens [B, T], prompt_len, total_len, logp of the actor
+stream/NAME/*            sampled tokens and logp [B, T], NAME = greedy, dense, sparse
 forward/*  score/*  replay/*  decode/*  grpo/*  grad/*  step/*        see common/crosscheck/trace.py
 """
 
@@ -14,7 +14,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,14 +27,14 @@ from common.records.json_checks import BROKEN
 FORMAT = "sparrow-trace-1"
 _MAX_META_BYTES = 1 << 24
 _MAX_RATIO = 1100
-"""Deflate makes nothing smaller than by 1032; what claims more lies about its size."""
+"""Deflate compresses by 1032 at most; an entry that claims more has a false size."""
 IDENTITY = {"model_checksum": "weights", "prompts_checksum": "prompts", "settings": "settings"}
-"""Meta data that two traces must share to be comparable, and what each is."""
+"""Keys of the meta data that two traces must share to be comparable, with a word for each."""
 _META = ("backend", "dtype", "device", *IDENTITY)
 
 
 def differ(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:
-    """What to do about two meta data that differ in a key of IDENTITY."""
+    """Advice to the user when the meta data of two traces differ in a key of IDENTITY."""
     if key != "settings":
         return f"record both on the same {'model' if key.startswith('model') else 'prompts'}"
     x, y = a[key], b[key]
@@ -43,9 +43,9 @@ def differ(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:
 
 
 class TraceWriter:
-    """`with TraceWriter(out) as trace`: the file appears whole at the end, or not at all."""
+    """Writes a trace: after `with TraceWriter(out) as trace` the file is complete or absent."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path) -> None:
         self._out, self._temporary = out, out.with_name(f".{out.name}.tmp")
 
     def __enter__(self) -> TraceWriter:
@@ -63,7 +63,7 @@ class TraceWriter:
             self.put(f"{stage}/{name}", array)
 
     def finish(self, meta: Mapping[str, Any]) -> None:
-        """Add the meta data: what a trace without it holds is not complete."""
+        """Add the meta data; a file without them is not a complete trace."""
         text = json.dumps({"format": FORMAT, **meta}, allow_nan=False)
         self.put("meta", np.frombuffer(text.encode(), np.uint8))
 
@@ -78,10 +78,10 @@ class TraceWriter:
 
 
 class Trace(Mapping[str, np.ndarray]):
-    """A trace as it lies on disk: arrays by name, read when they are asked for; `meta`."""
+    """A trace on disk: `meta`, and arrays by name that are read when they are asked for."""
 
-    def __init__(self, path: str | Path):
-        """UserError, one line, for what is no complete trace."""
+    def __init__(self, path: str | Path) -> None:
+        """Raises UserError if the file is not a complete trace."""
         self.path = Path(path)
         try:
             with zipfile.ZipFile(self.path) as file:
@@ -131,7 +131,7 @@ class Trace(Mapping[str, np.ndarray]):
 
     @property
     def bin_tokens(self) -> int:
-        """mismatch.bin_tokens of its configuration."""
+        """mismatch.bin_tokens of the configuration of the trace."""
         try:
             found = self.meta["config"]["mismatch"]["bin_tokens"]
             if type(found) is int and found > 0:
@@ -143,14 +143,14 @@ class Trace(Mapping[str, np.ndarray]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
     def stage(self, prefix: str) -> dict[str, np.ndarray]:
-        """All arrays under prefix/, by the rest of their names."""
+        """All arrays with names that begin with prefix/, by the rest of their names."""
         names = [name for name in self if name.startswith(prefix + "/")]
         return {name[len(prefix) + 1 :]: self[name] for name in names}
 
@@ -190,7 +190,7 @@ def _read_meta(archive: zipfile.ZipFile) -> bytes:
 
 
 def _read_array(file: Any, shape: tuple, dtype: np.dtype, fortran: bool) -> np.ndarray:
-    """The data; to the end of the file, where zipfile compares its checksum."""
+    """The array; reads to the end of the file, where zipfile compares the checksum."""
     array = np.empty(math.prod(shape), dtype)
     rest = array.view(np.uint8).data if array.nbytes else memoryview(b"")
     while rest:

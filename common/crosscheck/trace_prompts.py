@@ -22,8 +22,8 @@ def read_prompts(
 
     .jsonl and .parquet: rows of a task, by the model's chat template. .json: a list of lists of
     token ids. Anything else: UTF-8 text by the model's tokenizer, consecutive pieces. Prompts under
-    `least` tokens are left out: no page could be left out in their decode. UserError if fewer than
-    `count` remain.
+    `least` tokens are skipped, since their decode would read every page. Raises UserError if fewer
+    than `count` remain.
     """
     if not config.model.path:
         raise UserError("trace needs --model=DIR, a Hugging Face model directory")

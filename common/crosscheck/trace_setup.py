@@ -99,10 +99,10 @@ def settings(config: Config, schedule: Schedule, num_tokens: int) -> dict[str, A
 def forced_tokens(
     path: Path | None, meta: Mapping[str, Any], prompts: list[Prompt], num_tokens: int, vocab: int
 ) -> dict[str, np.ndarray] | None:
-    """The tokens of another trace: of these prompts, with at most num_tokens after each.
+    """The tokens of another trace of these prompts, with at most num_tokens after each.
 
-    UserError for a trace of something else, and for one whose arrays are not such tokens; none is
-    unpacked before its shape is known to be right.
+    Raises UserError for a trace of other prompts, weights or settings, and if its arrays are not
+    such tokens. An array is unpacked only if its shape is right.
     """
     if path is None:
         return None

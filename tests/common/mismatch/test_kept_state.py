@@ -15,12 +15,12 @@ from tests.common.records.test_damaged_runs import changed
 
 
 def test_where_a_run_goes_on():
-    assert setup.goes_on_at(None) == (0, 0)
-    assert setup.goes_on_at({"step": 3, "version": 5}) == (3, 5)
+    assert setup.resume_point(None) == (0, 0)
+    assert setup.resume_point({"step": 3, "version": 5}) == (3, 5)
     for odd in ({}, {"step": 3}, {"step": "3", "version": 5}, {"step": -1, "version": 0},
                 {"step": True, "version": 0}, {"step": 10**400, "version": 0}):  # fmt: skip
         with pytest.raises(UserError, match="the checkpoint's (step|version)"):
-            setup.goes_on_at(odd)
+            setup.resume_point(odd)
 
 
 def test_a_changed_state_of_the_controller_is_refused_or_can_be_used():
