@@ -301,7 +301,7 @@ def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads) -> None:
     )  # fmt: skip
     parts = [products[first : first + rows] for first in range(0, len(q_QW), rows)]
     scores = sum(parts[-2::-1], parts[-1])  # [rows, pages x R], the smallest part first
-    units = LANES // num  # of a block
+    units = LANES // num  # in a block of 128 pages
     block, part = unit >> (units.bit_length() - 1), unit & (units - 1)
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     place = lane - part * num

@@ -72,7 +72,7 @@ def tune_decode(dtype, head_dim: int, page_size: int, chip: str | None = None) -
     """
     chip = chip or jax.devices()[0].device_kind
     gb_per_s = HBM_GB_PER_S.get(chip, HBM_GB_PER_S["TPU v5 lite"])
-    needed = 1000 * gb_per_s // CORES.get(chip, 1)  # bytes in a microsecond
+    needed = 1000 * gb_per_s // CORES.get(chip, 1)  # bytes in flight: those of a microsecond
     page_bytes = 2 * page_size * head_dim * jnp.dtype(dtype).itemsize
     pages = max(1, min(32, 2**18 // page_bytes))
     ahead = -(-needed // (pages * page_bytes))

@@ -260,7 +260,7 @@ def _attend(
 @triton.jit
 def _query_gradient_kernel(
     q, k, v, words, do,  # as forward; do as out
-    out, lse,  # of forward
+    out, lse,  # from the forward pass
     delta, dq,  # [B, N, T]; as out
     scale, s_qb, s_qt, s_qn, s_kb, s_kt, s_kn, s_vb, s_vt, s_vn, s_ob, s_ot, s_on,
     T, N, R, num_words,

@@ -159,10 +159,9 @@ def programs() -> Iterator[Program]:
                     seen.add(what)
                     yield p._replace(name=f"{p.name} ({shape})")
     yield from sample_tokens.programs("fp32", *SHAPES["8B"], HEAD_DIM, PAGE)  # logits are float32
+    # float8 is read as bytes, since some cards do not convert it.
     for p in sparse_decode.programs("u8", *SHAPES["8B"], HEAD_DIM, PAGE):
-        yield p._replace(
-            name=f"{p.name} (8B, float8)"
-        )  # as bytes: some cards do not convert float8
+        yield p._replace(name=f"{p.name} (8B, float8)")
 
 
 def line(r: Compiled) -> str:

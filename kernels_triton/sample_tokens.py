@@ -143,9 +143,8 @@ def _join(
     token = tl.load(best_ptr + at, mask=live, other=0)
     high = tl.max(m, 0)
     lse = high + tl.log(tl.sum(total * tl.exp(m - high), 0))
-    winner = tl.min(
-        tl.where(score == tl.max(score, 0), part, PARTS - 1), 0
-    )  # the first of equal scores
+    # Of equal scores the first part wins.
+    winner = tl.min(tl.where(score == tl.max(score, 0), part, PARTS - 1), 0)
     tl.store(token_ptr + b, tl.sum(tl.where(part == winner, token, 0), 0).to(tl.int64))
     logit = tl.max(tl.where(part == winner, own, -float("inf")), 0)
     tl.store(logp_ptr + b, logit - lse)

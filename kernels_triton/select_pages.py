@@ -201,9 +201,8 @@ def _list(
         )
         bit = 31
         while bit >= 0:
-            trial = threshold ^ (
-                1 << bit
-            )  # the threshold starts at MIN_KEY: clear its sign bit first
+            # The threshold starts at MIN_KEY, so that its first trial clears the sign bit.
+            trial = threshold ^ (1 << bit)
             found = _count(keys_ptr, keys, trial, end, COUNT, WHOLE)
             threshold = tl.where(found >= taken, trial, threshold)
             bit = tl.where(found == taken, -1, bit - 1)
