@@ -151,8 +151,8 @@ class TrainBatch:
 class UpdateResult:
     """What a learner reports of one training batch.
 
-    values: numbers for the record, by name (grpo/*). clipped_T: int [T], the number of tokens at
-    each position whose ratio was clipped; T is the width of the widest micro-batch.
+    values: numbers for the record, by name (grpo/*). clipped_T: int [T], the number of tokens with
+    a clipped ratio at each position; T is the width of the widest micro-batch.
     """
 
     values: Mapping[str, float]

@@ -89,7 +89,7 @@ def pack(
     """Split a scored rollout into minibatches (optimizer steps) of micro-batches (static shapes).
 
     Groups are shuffled by `seed`, their rows stay neighbours, and the sequence is cut into
-    num_minibatches parts whose sizes differ by at most one row. A minibatch has a denominator, and
+    num_minibatches parts that differ in size by at most one row. A minibatch has a denominator, and
     each of its tokens a scale, made from its usable rows (advantages.use_B):
 
         token_mean      scale 1                             denominator: their response tokens

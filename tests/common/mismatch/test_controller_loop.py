@@ -84,7 +84,7 @@ def test_replays_every_second_step_and_a_lost_checkpoint_give_the_same_record(tr
     config, fake = rare(7)
     train(config, fake)
     assert [extra["step"] for _, extra in fake.saved] == [3, 6, 7]
-    del fake.saved[1:]  # the newest ones turned out damaged: goes on at step 3
+    del fake.saved[1:]  # the newest ones are damaged, so the run resumes at step 3
     fake.calls.clear()
     assert metrics.comparable(train(rare(8)[0], fake)) == whole
     assert fake.calls[0]["schedule"].budgets[1] == 3 and len(fake.calls) == 2 * 5
