@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config import overrides
-from common.cost import decode_cost, eflops, lengths
-from common.cost.decode_cost import Setting
-from common.cost.lengths import Lengths
+from common.cost import decode_cost, prediction
+from common.cost.prediction import Lengths, Setting
 from common.errors import UserError
 from common.model import hf_config
 from common.model.geometry import QWEN3, Geometry
@@ -75,14 +74,14 @@ def compare(
 
     Dense and sparse decode the same batch: our engines keep landmarks in either case.
     """
-    batch = decode_cost.batch_that_fits(g, rows, found.page_size, setting)
-    dense = decode_cost.predict(g, None, rows, batch, setting)
-    sparse = decode_cost.predict(g, found, rows, batch, setting)
+    batch = prediction.batch_that_fits(g, rows, found.page_size, setting)
+    dense = prediction.predict(g, None, rows, batch, setting)
+    sparse = prediction.predict(g, found, rows, batch, setting)
     speedup = sparse["tokens_per_second"] / dense["tokens_per_second"]
     pages = []
     for size in sorted({*page_sizes, found.page_size}):
         other = decode_cost.same_tokens(found, size)
-        rate = decode_cost.predict(g, other, rows, batch, setting)["tokens_per_second"]
+        rate = prediction.predict(g, other, rows, batch, setting)["tokens_per_second"]
         pages.append(
             {"page_size": size, "budgets": list(other.budgets),
              "tokens_per_second": rate, "speedup": rate / dense["tokens_per_second"]}
@@ -97,12 +96,12 @@ def compare(
         "mean_cached": rows.mean_cached,
         "batch": batch,
         "weights_bytes": setting.weight_bytes * decode_cost.num_parameters(g),
-        "row_memory_bytes": decode_cost.row_memory(g, rows, found.page_size, setting),
+        "row_memory_bytes": prediction.row_memory(g, rows, found.page_size, setting),
         "dense": dense,
         "sparse": sparse,
         "speedup": speedup,
         "train_share": train_share,
-        "whole_step_speedup": decode_cost.whole_step_speedup(speedup, train_share),
+        "whole_step_speedup": prediction.whole_step_speedup(speedup, train_share),
         "eflops": _eflops(g, found, rows, setting),
         "page_sizes": pages,
         "best_page_size": max(pages, key=lambda p: p["tokens_per_second"])["page_size"],
@@ -116,9 +115,9 @@ def _eflops(g: Geometry, found: Schedule, rows: Lengths, setting: Setting) -> di
         "samples": setting.samples, "intensity": setting.chip.intensity,
     }  # fmt: skip
     return {
-        "dense": eflops.eflops(g, None, **options),
-        "sparse": eflops.eflops(g, found, **options),
-        "speedup": eflops.speedup(g, found, **options),
+        "dense": decode_cost.eflops(g, None, **options),
+        "sparse": decode_cost.eflops(g, found, **options),
+        "speedup": decode_cost.eflops_speedup(g, found, **options),
     }
 
 
@@ -194,7 +193,7 @@ def run(flags: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not 0 <= flags["train_share"] < 1:
         raise UserError(f"--train_share={flags['train_share']:g}: expected in [0, 1)")
     g, found = read_model(flags["model"]), read_schedule(flags["schedule"])
-    rows = lengths.read(flags["lengths"], flags["prompt"])
+    rows = prediction.read_lengths(flags["lengths"], flags["prompt"])
     page_sizes = read_page_sizes(flags["page_sizes"])
     options = {field.name: flags[field.name] for field in dataclasses.fields(Setting)[1:]}
     chip = chips.find(flags["chip"]).times(flags["chips"])

@@ -1,8 +1,9 @@
-"""What decoding costs in bytes: terms of one step, the batch that fits, predicted tokens a second.
+"""Cost of decoding by formula: bytes of one decode step, and eFLOPs of a whole rollout.
 
-One decode step reads the weights once and, of every row, keys and values (KV) and landmarks. For a
-row with n cached tokens, whose query sees n + 1 in p = ceil((n + 1) / C) pages of C tokens, with
-w = 2 K H kv_bytes the KV of one token in one layer and l = K H landmark_bytes a landmark:
+**Bytes of a step.** One decode step reads the weights once and, of every row, keys and values (KV)
+and landmarks. For a row with n cached tokens, its query sees n + 1 tokens in p = ceil((n + 1) / C)
+pages of C tokens. With w = 2 K H kv_bytes, the KV of one token in one layer, and
+l = K H landmark_bytes, one landmark in one layer:
 
     dense rollout        w (n + 1)                          in each of the L layers
     sparse rollout       w (n + 1)                          in the first num_dense_layers
@@ -12,54 +13,74 @@ w = 2 K H kv_bytes the KV of one token in one layer and l = K H landmark_bytes a
 
     weights              weight_bytes x (all but the embedding table, of which a row is read)
 
-k(n) is the schedule's. Weights are counted as read once, whatever the batch; activations, page
-tables and what kernels read twice are left out: the result is what bytes allow, a bound. The
-paper's own model is in common/cost/eflops.py. Source: arXiv 2606.08446, sections 2 and 5.
+k(n) is the budget of the schedule. Weights count as read once, whatever the batch. Activations,
+page tables and what kernels read twice are left out, so the result is a lower bound on the bytes.
+Source: arXiv 2606.08446, sections 2 and 5.
+
+**eFLOPs of a rollout**, the paper's own model: operations, and bytes priced in operations. N
+samples of one prompt, P parameters, L_in prompt tokens, L_out response tokens each, D = 2 L K H
+numbers of KV per token (keys and values, all layers), r query heads per KV head, I operations that
+the chip does while it moves one byte, 2 bytes a number. At response token t a query sees
+c(t) = L_in + t + 1/2 tokens, so that sum c = L_in L_out + L_out^2 / 2.
+
+    parameters          2 N P L_out
+
+    dense attention     2 r N D sum c                 = r N D (2 L_in + L_out) L_out
+    dense memory        2 I D (L_in L_out + N L_out^2 / 2)          the samples share the prompt
+
+    sparse attention    2 r N D sum_t b(t),   b(t) = min(c(t), k(L_in + t) C)
+    sparse memory       2 I N D sum_t b(t)            each sample selects its own pages
+
+    scoring             2 N (D / 2) sum c / C         = N D (2 L_in + L_out) L_out / (2 C)
+    scoring memory      2 I (D / 2) (L_in L_out + N L_out^2 / 2) / C
+                                                      = I D (L_in L_out + N L_out^2 / 2) / C
+
+With one budget B = k C that no response outgrows, sum b = B L_out: the paper's terms. The terms of
+scoring are derived here and differ from what the paper prints: the paper leaves out the page
+divisor in places, has r in one of two terms and counts the landmarks of a prompt twice. A landmark
+is the mean of a page's keys, D / 2 numbers per C tokens in all layers, and is multiplied with the
+mean query of its group, so r is no factor. As in the paper, the weights read per step, the two
+dense layers and the reserved pages are not counted; the bytes of a step above include them.
+Source: arXiv 2606.08446, section 5, after Kinetics, arXiv 2506.05333.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 
-from common.cost.chips import Chip
-from common.cost.lengths import Lengths
-from common.errors import UserError
 from common.model.geometry import Geometry, layer_shapes, param_shapes
 from common.rollout.page_pool import pages_for
 from common.schedule.schedule import DENSE, NUM_RESERVED, Schedule
 
-MEMORY_SHARE = 0.8
-"""Of a chip's memory for weights and cache; the rest is activations, graphs, fragments."""
 LANDMARK_BYTES = 2
-"""At least: the mean key of a float8 page is kept in bfloat16."""
+"""Fewest bytes of a number in a landmark: the mean key of a float8 page is kept in bfloat16."""
 
 
 def token_bytes(g: Geometry, kv_bytes: int = 2) -> int:
-    """Keys and values of one token in all layers."""
+    """Returns the bytes of the keys and values of one token in all layers."""
     return g.num_layers * 2 * g.num_kv_heads * g.head_dim * kv_bytes
 
 
 def landmark_bytes(g: Geometry, kv_bytes: int = 2) -> int:
-    """Landmarks of one page in one layer."""
+    """Returns the bytes of the landmarks of one page in one layer."""
     return g.num_kv_heads * g.head_dim * max(kv_bytes, LANDMARK_BYTES)
 
 
 def layer_weights(g: Geometry) -> int:
-    """Numbers in the matrices of all layers: what a token is multiplied with, without the head."""
+    """Returns how many numbers the matrices of all layers hold, without the language-model head."""
     return sum(math.prod(s) for name, s in layer_shapes(g).items() if "norm" not in name)
 
 
 def step_weights(g: Geometry) -> int:
-    """Numbers that a step reads: the layers' matrices and the head (tied or not)."""
+    """Returns how many weights a step reads: the matrices of all layers and the head."""
     return layer_weights(g) + g.vocab_size * g.hidden_size
 
 
 def num_parameters(g: Geometry) -> int:
-    """All numbers that are kept in memory."""
+    """Returns how many parameters the model holds in memory."""
     return sum(math.prod(shape) for shape in param_shapes(g).values())
 
 
@@ -71,11 +92,11 @@ def row_terms(
     num_dense_layers: int = 2,
     kv_bytes: int = 2,
 ) -> dict[str, np.ndarray]:
-    """Bytes that one decode step reads of each row, by term; see the module's formulas.
+    """Returns the bytes that one decode step reads of each row, by term of the module's formulas.
 
-    lengths: integers >= 0 of any shape, cached tokens of a row. schedule None = dense: then
-    kv_sparse_layers is all KV of the layers that a schedule would thin out. Each term has the shape
-    of lengths; float64. ValueError for other lengths.
+    lengths: integers >= 0 of any shape, the number of cached tokens of each row. schedule None
+    means dense: kv_sparse_layers is then all KV of the layers that a schedule would make sparse.
+    Each term is float64 in the shape of lengths. Raises ValueError for other lengths.
     """
     lengths = np.asarray(lengths)
     if lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0):
@@ -101,19 +122,6 @@ def row_terms(
     }
 
 
-def row_bytes(
-    geometry: Geometry,
-    schedule: Schedule | None,
-    lengths: np.ndarray,
-    *,
-    num_dense_layers: int = 2,
-    kv_bytes: int = 2,
-) -> np.ndarray:
-    """KV and landmarks that one decode step reads of each row, in bytes; shape of lengths."""
-    options = {"num_dense_layers": num_dense_layers, "kv_bytes": kv_bytes}
-    return np.sum([*row_terms(geometry, schedule, lengths, **options).values()], axis=0)
-
-
 def step_bytes(
     geometry: Geometry,
     schedule: Schedule | None,
@@ -123,9 +131,10 @@ def step_bytes(
     kv_bytes: int = 2,
     weight_bytes: int = 2,
 ) -> dict[str, float]:
-    """Terms, in bytes, of one decode step over rows of these cached lengths; they sum to the step.
+    """Returns the bytes of one decode step over rows of these cached lengths, by term.
 
-    weights, kv_dense_layers, kv_sparse_layers, reserved_pages, landmarks: see the module.
+    The terms are weights, kv_dense_layers, kv_sparse_layers, reserved_pages and landmarks, as in
+    the formulas of the module; their sum is the whole step.
     """
     options = {"num_dense_layers": num_dense_layers, "kv_bytes": kv_bytes}
     terms = row_terms(geometry, schedule, lengths, **options)
@@ -133,30 +142,12 @@ def step_bytes(
     return {"weights": weights} | {name: float(x.sum()) for name, x in terms.items()}
 
 
-def decode_speedup(
-    geometry: Geometry,
-    schedule: Schedule,
-    lengths: np.ndarray,
-    *,
-    num_dense_layers: int = 2,
-    kv_bytes: int = 2,
-    weight_bytes: int = 2,
-) -> float:
-    """Bytes of a dense step over those of a sparse step, the same rows in both."""
-    options = {
-        "num_dense_layers": num_dense_layers, "kv_bytes": kv_bytes, "weight_bytes": weight_bytes
-    }  # fmt: skip
-    dense = step_bytes(geometry, None, lengths, **options)
-    sparse = step_bytes(geometry, schedule, lengths, **options)
-    return sum(dense.values()) / sum(sparse.values())
-
-
 def same_tokens(schedule: Schedule, page_size: int) -> Schedule:
-    """The schedule that selects as many tokens in pages of another size, rounded up.
+    """Returns the schedule that selects as many tokens in pages of another size, rounded up.
 
         k' = ceil(k C / C')
 
-    The three reserved pages come on top in either size: larger pages read more of them.
+    The three reserved pages come on top in either size, so larger pages read more tokens of them.
     """
     if page_size == schedule.page_size:
         return schedule
@@ -166,105 +157,56 @@ def same_tokens(schedule: Schedule, page_size: int) -> Schedule:
     return dataclasses.replace(schedule, page_size=page_size, budgets=tuple(budgets), provenance={})
 
 
-def whole_step_speedup(rollout_speedup: float, train_share: float) -> float:
-    """Of an RL step of which a dense rollout takes all but train_share (Amdahl's law).
+def eflops(
+    g: Geometry,
+    schedule: Schedule | None,
+    *,
+    prompt: int,
+    response: int,
+    samples: int,
+    intensity: float,
+) -> dict[str, float]:
+    """Returns the eFLOPs of one prompt's rollout by term of the module's formulas.
 
-        1 / (train_share + (1 - train_share) / rollout_speedup)
-
-    arXiv 2606.08446 measured 2.21x and 1.97x at 1.7B, so train_share was 0.10.
+    schedule None means dense. prompt >= 0 and response >= 1 are numbers of tokens; intensity is in
+    FLOP per byte (Chip.intensity). The terms are parameters, attention, attention_memory, scoring
+    and scoring_memory; their sum is the whole cost.
     """
-    return 1 / (train_share + (1 - train_share) / rollout_speedup)
+    D = token_bytes(g, kv_bytes=1)
+    r = g.num_heads / g.num_kv_heads
+    shared = prompt * response + samples * response**2 / 2
+    positions = prompt + np.arange(response)
+    seen = positions + 0.5
+    terms = {"parameters": 2.0 * samples * num_parameters(g) * response}
+    if schedule is None or schedule.is_dense:
+        return terms | {
+            "attention": 2 * r * samples * D * float(seen.sum()),
+            "attention_memory": 2 * intensity * D * shared,
+            "scoring": 0.0,
+            "scoring_memory": 0.0,
+        }
+    C = schedule.page_size
+    selected = float(np.minimum(seen, schedule.budgets_at(positions) * float(C)).sum())
+    return terms | {
+        "attention": 2 * r * samples * D * selected,
+        "attention_memory": 2 * intensity * samples * D * selected,
+        "scoring": samples * D * float(seen.sum()) / C,
+        "scoring_memory": intensity * D * shared / C,
+    }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a prediction is about, besides model, schedule and lengths.
-
-    samples: of one prompt, which is prefilled once and whose full pages are shared. reserve: a row
-    takes the pages of the longest response when it is admitted (our engines), else as it grows
-    (vLLM). batch: rows decoded at once; 0 = as many as fit.
-    """
-
-    chip: Chip
-    samples: int = 8
-    num_dense_layers: int = 2
-    kv_bytes: int = 2
-    weight_bytes: int = 2
-    memory_share: float = MEMORY_SHARE
-    reserve: bool = False
-    batch: int = 0
-
-
-def cache_bytes(g: Geometry, setting: Setting) -> float:
-    """Memory left for the cache: memory_share x the chip's, less all weights."""
-    return setting.memory_share * setting.chip.memory_bytes - setting.weight_bytes * num_parameters(
-        g
-    )
-
-
-def row_memory(g: Geometry, lengths: Lengths, page_size: int, setting: Setting) -> float:
-    """Mean cache of a row in flight: pages of KV and landmarks, in all layers.
-
-    Of the prompt's full pages a row holds its share, 1 / samples.
-    """
-    page = page_size * token_bytes(g, setting.kv_bytes)
-    page += g.num_layers * landmark_bytes(g, setting.kv_bytes)
-    cached = lengths.cached[-1:] if setting.reserve else lengths.cached
-    weights = lengths.weights[-1:] if setting.reserve else lengths.weights
-    pages = np.average(pages_for(cached + 1, page_size), weights=weights)
-    shared = (1 - 1 / setting.samples) * (lengths.prompt // page_size)
-    return float(page * (pages - shared))
-
-
-def batch_that_fits(g: Geometry, lengths: Lengths, page_size: int, setting: Setting) -> int:
-    """Rows decoded at once; UserError if not even one fits, or setting.batch does not."""
-    room = cache_bytes(g, setting)
-    row = row_memory(g, lengths, page_size, setting)
-    rows = max(0, int(room // row))
-    if rows < max(1, setting.batch):
-        weights = setting.weight_bytes * num_parameters(g) / 1e9
-        raise UserError(
-            f"{max(1, setting.batch)} rows do not fit: {setting.memory_share:g} of the memory of "
-            f"{setting.chip.name} is {setting.memory_share * setting.chip.memory_bytes / 1e9:.0f} "
-            f"GB, the weights take {weights:.1f}, a row {row / 1e9:.2f} GB: {rows} rows; give more "
-            "--chips, a smaller --batch or shorter --lengths"
-        )
-    return setting.batch or rows
-
-
-def predict(
-    g: Geometry, schedule: Schedule | None, lengths: Lengths, batch: int, setting: Setting
-) -> dict[str, Any]:
-    """Seconds of a decode step by term, and tokens a second, at the chip's peaks.
-
-        weights     max(bytes / bandwidth, 2 numbers batch / FLOP/s)
-        KV          bytes x max(1 / bandwidth, 2 (N / K) / kv_bytes / FLOP/s)
-        landmarks   bytes / bandwidth
-        prefill     batch / (mean response x samples) prompts a step, each
-                    (2 P_layers L_in + 2 L N H L_in^2) / FLOP/s
-
-    Rows are in flight at all the lengths that `lengths` weighs: slots are refilled as rows end.
-    Returns {"seconds": {term: s}, "bytes": {term: bytes}, "step_seconds", "tokens_per_second"}.
-    """
-    chip, terms = setting.chip, {"weights": float(setting.weight_bytes * step_weights(g))}
-    rows = row_terms(
-        g, schedule, lengths.cached, num_dense_layers=setting.num_dense_layers,
-        kv_bytes=setting.kv_bytes,
-    )  # fmt: skip
-    terms |= {n: batch * float(np.average(x, weights=lengths.weights)) for n, x in rows.items()}
-    per_byte = 1 / chip.bytes_per_second
-    attend = 2 * g.num_heads / g.num_kv_heads / setting.kv_bytes / chip.flops_per_second
-    seconds = {name: x * max(per_byte, attend) for name, x in terms.items()}
-    seconds["weights"] = max(
-        terms["weights"] * per_byte, 2 * step_weights(g) * batch / chip.flops_per_second
-    )
-    seconds["landmarks"] = terms["landmarks"] * per_byte
-    prompts = batch / (lengths.mean_response * setting.samples)
-    flops = 2 * layer_weights(g) * lengths.prompt
-    flops += 2 * g.num_layers * g.num_heads * g.head_dim * lengths.prompt**2
-    seconds["prefill"] = prompts * flops / chip.flops_per_second
-    total = sum(seconds.values())
-    return {
-        "seconds": seconds, "bytes": terms, "step_seconds": total,
-        "tokens_per_second": batch / total,
+def eflops_speedup(
+    g: Geometry,
+    schedule: Schedule,
+    *,
+    prompt: int,
+    response: int,
+    samples: int,
+    intensity: float,
+) -> float:
+    """Returns the eFLOPs of a dense rollout divided by those of a sparse one."""
+    options = {
+        "prompt": prompt, "response": response, "samples": samples, "intensity": intensity
     }  # fmt: skip
+    dense, sparse = (sum(eflops(g, s, **options).values()) for s in (None, schedule))
+    return dense / sparse
