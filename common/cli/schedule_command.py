@@ -11,7 +11,7 @@ from typing import Any
 from common.config import overrides
 from common.errors import UserError
 from common.records.json_checks import read
-from common.report import plots, plots_overview, plots_schedules
+from common.report import plots, plots_schedules
 from common.schedule import presets, schedule_validation
 from common.schedule.profile_file import load_profile, quantile_name
 from common.schedule.schedule import FORMAT, Schedule, parse, resolve
@@ -74,7 +74,7 @@ def find(paths: Sequence[Path], out: Path | None, **criterion: Any) -> None:
         found = dataclasses.replace(found, provenance=provenance)
     if out is not None:
         statistic = quantile_name(criterion["quantile"])
-        svg = plots_overview.profile_plot(
+        svg = plots_schedules.profile_plot(
             profile, found.to_json(), statistic=statistic, tau=criterion["tau"]
         )
         _write(found, svg, out)
@@ -86,7 +86,7 @@ def export(name: str, out: Path | None) -> None:
     print(found.describe())
     if out is not None:
         run = plots.Run(name=found.name, records=[], schedule=found.to_json())
-        _write(found, plots.schedule_steps([run]), out)
+        _write(found, plots_schedules.schedule_steps([run]), out)
 
 
 def _write(found: Schedule, svg: str | None, out: Path) -> None:

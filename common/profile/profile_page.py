@@ -8,7 +8,7 @@ from typing import Any
 
 from common.config import MismatchConfig
 from common.records.run_dir import atomic_write_text
-from common.report import html_page, plots, plots_overview
+from common.report import html_page, plots, plots_schedules
 from common.report.html_page import text
 
 TAU = MismatchConfig().tau
@@ -38,7 +38,7 @@ def write(profile: Mapping[str, Any], out: Path, summary: Sequence[str] = ()) ->
 
 def _tails(profile):
     for name, words in (("p5", "5th"), ("p1", "1st")):
-        svg = plots_overview.profile_plot(profile, None, statistic=name, tau=TAU)
+        svg = plots_schedules.profile_plot(profile, None, statistic=name, tau=TAU)
         yield svg, f"{words} percentile of the acceptance rate; hollow: too few tokens to judge."
 
 
@@ -53,7 +53,7 @@ def _mean_and_tail(profile):
     labels = [f"k = {k}" for k in budgets]
     with plots.Canvas("Mean against p5", labels=labels) as figure:
         ends = []
-        for k, color in plots_overview.budget_colors(budgets).items():
+        for k, color in plots_schedules.budget_colors(budgets).items():
             rows = [r for r in profile["rows"] if r["k"] == k and r["enough"]]
             if not rows:
                 continue

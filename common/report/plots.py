@@ -28,7 +28,6 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card"} | 
     color: f"--c{i}" for i, color in enumerate(COLORS)
 }
 STAGES = ("rollout", "reward", "score", "mismatch", "pack", "update", "push", "checkpoint")
-NUM_RESERVED = 3
 LARGEST = 1e30
 
 
@@ -335,47 +334,4 @@ def acceptance_map(run: Run, statistic: str, *, title: str, columns: int = 60) -
         bar = figure.axes.figure.colorbar(mesh, ax=figure.axes, pad=0.03, aspect=16)
         bar.outline.set_visible(False)
         bar.set_ticks([0, tau, 1], labels=["0", f"{tau:g}", "1"])
-    return figure.svg
-
-
-def pages_read(schedule: Mapping[str, Any], longest: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """(length in tokens, pages read) corners of a schedule: min(k + 3, all pages) per bin.
-
-    Up to its last bin's end or, if that is further, to `longest`, as the last bin holds beyond it.
-    """
-    x, y = [], []
-    *bins, last = schedule["bins"]
-    for entry in (*bins, {**last, "end": max(last["end"], longest)}):
-        lengths = np.linspace(entry["start"], entry["end"], 33)
-        everything = lengths / schedule["page_size"]
-        budget = np.inf if entry["k"] == "dense" else entry["k"] + NUM_RESERVED
-        x.append(lengths)
-        y.append(np.minimum(everything, budget))
-    return np.concatenate(x), np.concatenate(y)
-
-
-def schedule_steps(runs: Sequence[Run], title: str = "Schedule: pages read") -> str | None:
-    """Pages a query reads (budget and reserved ones) over the length; dashed: every page."""
-    drawn = [
-        (i, run.name, run.schedule)
-        for i, run in enumerate(runs)
-        if isinstance(run.schedule, Mapping)
-    ]
-    if not drawn:
-        return None
-    labels = [short(name) for _, name, _ in drawn]
-    with Canvas(title, labels=[*labels, "every page"]) as figure:
-        ends = []
-        longest = float(max(schedule["bins"][-1]["end"] for _, _, schedule in drawn))
-        for (i, _, schedule), label in zip(drawn, labels, strict=True):
-            x, y = pages_read(schedule, longest)
-            figure.axes.plot(x, y, color=color_of(i))
-            ends.append((float(y[-1]), label, color_of(i)))
-        all_pages = longest / drawn[0][2]["page_size"]
-        figure.axes.plot((0, longest), (0, all_pages), color=MUTED, linestyle="--", linewidth=1)
-        ends.append((all_pages, "every page", MUTED))
-        figure.axes.set(xlabel="length, tokens", xlim=(0, longest))
-        figure.unit("pages")
-        figure.axes.set_ylim(0, all_pages * 1.05)
-        figure.end_labels(ends)
     return figure.svg

@@ -15,18 +15,24 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from common.records import json_checks
-from common.records.metrics import METRICS, read_sound
-from common.report import html_page, plots, plots_overview, report_bench, report_words
+from common.records.metrics import METRICS
+from common.report import html_page, plots, plots_overview, plots_schedules, report_words
 from common.report.html_page import figures as _figures
 from common.report.html_page import table as _table
 from common.report.html_page import text as _text
 from common.report.plots import is_number
-from common.report.report_words import LoadedRun, flatten
-from common.schedule.schedule import parse as parse_schedule
+from common.report.report_runs import LoadedRun, flatten, load_runs
 
 _MAX_ALARMS = 40
-_MAX_NAME = 200
+_BENCH_PATHS = {
+    "dense_paged": "dense, the engine's path",
+    "dense_contiguous": "dense, contiguous cache",
+    "sparse": "sparse, with its selection",
+}
+_BENCH_NUMBERS = (
+    *("batch", "context", "selected", "page"),
+    *("speedup", "byte_bound", "step_dense_ms", "step_sparse_ms"),
+)
 
 
 def write_report(
@@ -35,97 +41,16 @@ def write_report(
     """Write one HTML file about these runs, all on the same axes; the first gives the title.
 
     bench: a file of `sparrow bench decode --out=FILE`, shown as a table under Speed.
-    Raises UserError if a directory holds neither metrics nor a configuration.
+    Raises UserError if there is no run, or a directory holds neither metrics nor a configuration.
     """
     if not run_dirs:
-        raise ValueError("run_dirs=[]: expected at least one run directory")
+        raise UserError("run_dirs=[]: expected at least one run directory")
     runs = load_runs(run_dirs)
     out = Path(out)
     temporary = out.with_name(out.name + ".tmp")
-    text = _page(runs, report_bench.table(Path(bench)) if bench else "")
+    text = _page(runs, bench_table(Path(bench)) if bench else "")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(out)
-
-
-def load_runs(run_dirs: Sequence[Path | str]) -> list[LoadedRun]:
-    """Read config, run.json, schedule and metrics of each directory; names are made unique."""
-    runs: list[LoadedRun] = []
-    for path in map(Path, run_dirs):
-        config, about = _json(path / "config.json"), _json(path / "run.json")
-        mismatch, rollout = (_group(path, config, name) for name in ("mismatch", "rollout"))
-        records, damaged = read_sound(path)
-        if damaged:
-            print(f"{path}: {damaged} damaged line(s) of metrics.jsonl are left out")
-        if not (records or config or damaged):
-            raise UserError(
-                f"{path}: no metrics.jsonl and no config.json; expected a run directory"
-            )
-        name = str(config.get("name") or path.resolve().name)[:_MAX_NAME]
-        taken = {run.plot.name for run in runs}
-        unique = name if name not in taken else f"{name} ({path.resolve().name})"
-        while unique in taken:
-            unique += "'"
-        plot = plots.Run(
-            name=unique,
-            records=[{**record, "bins": record.get("bins") or []} for record in records],
-            schedule=_schedule(path, about, rollout),
-            tau=_number(path, mismatch, "tau", 0.0, 1.0, None),
-            page_size=_number(path, rollout, "page_size", 1, 2**20, 16),
-        )
-        runs.append(LoadedRun(plot=plot, config=config, about=about, damaged=damaged))
-    return runs
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return json_checks.read_object(path)
-    except UserError as error:
-        raise UserError(f"{error}; restore the file") from None
-
-
-def _group(path: Path, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    group = config.get(name) or {}
-    if not isinstance(group, Mapping):
-        raise UserError(f"{path}/config.json: {name}: expected an object; restore the file")
-    return group
-
-
-def _number(path: Path, group: Mapping[str, Any], key: str, low: float, high: float, default):
-    """A number of config.json in [low, high], or the default where there is none."""
-    value = group.get(key)
-    if value is None:
-        return default
-    try:
-        json_checks.number(value, key, low, high)
-    except UserError as error:
-        raise UserError(f"{path}/config.json: {error}; restore the file") from None
-    return value
-
-
-def _schedule(
-    path: Path, about: Mapping[str, Any], rollout: Mapping[str, Any]
-) -> Mapping[str, Any] | str | None:
-    """The schedule a run used: from run.json, else schedule.json, else 'dense' if configured so."""
-    for found, file in ((about.get("schedule"), "run.json"), (_kept(path), "schedule.json")):
-        if found == "dense":
-            return "dense"
-        if found:
-            try:
-                parse_schedule(found, f"{path / file}")
-            except UserError as error:
-                raise UserError(f"{error}; restore the file") from None
-            return found
-    return "dense" if rollout.get("schedule") == "dense" else None
-
-
-def _kept(path: Path) -> Any:
-    """schedule.json of a run: "dense" or a schedule; empty if there is none."""
-    file = path / "schedule.json"
-    if file.exists() and file.stat().st_size < 100 and file.read_bytes().strip() == b'"dense"':
-        return "dense"
-    return _json(file)
 
 
 def _page(runs: Sequence[LoadedRun], bench: str) -> str:
@@ -227,10 +152,10 @@ def _mismatch(runs: Sequence[LoadedRun]) -> list[tuple[str | None, str]]:
             title = f"{name} of alpha by length: {plots.short(run.plot.name)}"
             caption = "Blue meets tau, orange does not; a dot: too few tokens to judge."
             figures.append((plots.acceptance_map(run.plot, name, title=title), caption))
-    schedule = plots.schedule_steps([run.plot for run in runs])
+    schedule = plots_schedules.schedule_steps([run.plot for run in runs])
     figures.append((schedule, "Budget and the 3 pages that are always read, by cached length."))
     for run in runs:
-        moved = plots_overview.budgets_by_step(
+        moved = plots_schedules.budgets_by_step(
             run.plot, f"Budget by step: {plots.short(run.plot.name)}"
         )
         figures.append((moved, "Length bins whose budget the controller changed."))
@@ -373,3 +298,41 @@ def _glossary() -> str:
         for k, v in METRICS.items()
     ]
     return f"<details><summary>Metrics</summary>{_table(('name', 'meaning'), rows)}</details>"
+
+
+def bench_table(path: Path) -> str:
+    """What `sparrow bench decode` measured, as HTML; UserError if the file is something else."""
+    data = _read_bench(path)
+    rows = []
+    for key, words in _BENCH_PATHS.items():
+        values = [data.get(f"{key}_{unit}") for unit in ("ms", "gb_per_s")]
+        if not all(is_number(value) for value in values):
+            raise UserError(
+                f"{path}: no {key}_ms; expected what `sparrow bench decode --out={path}` writes"
+            )
+        cells = [f'<td class="number">{value:.3g}</td>' for value in values]
+        rows.append([f"<td>{words}</td>", *cells])
+    numbers: dict[str, float] = {}
+    for key in _BENCH_NUMBERS:
+        value = data.get(key)
+        if value is None or not is_number(value) or value <= 0:
+            raise UserError(f"{path}: {key}={value!r}: expected a positive number; measure anew")
+        numbers[key] = value
+    whole = numbers["step_dense_ms"] / numbers["step_sparse_ms"]
+    words = (
+        f"{numbers['batch']:.0f} sequences of {numbers['context']:,.0f} tokens, "
+        f"{numbers['selected']:.0f} pages of {numbers['page']:.0f} read: sparse attention is "
+        f"{numbers['speedup']:.1f}x faster than the engine's dense attention (the bytes allow "
+        f"{numbers['byte_bound']:.1f}x), a whole decode step of two layers {whole:.1f}x. At the "
+        "lengths of the runs above there is little to gain."
+    )
+    head = ("attention of one layer", "ms", "GB/s")
+    return f"<h3>Decode at length</h3><p>{_text(words)}</p>{_table(head, rows)}"
+
+
+def _read_bench(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: no JSON ({str(error)[:80]}); measure anew") from None
+    return data if isinstance(data, dict) else {}

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from common.records.metrics import evaluations
-from common.report.plots import Run, is_number
+from common.report.plots import is_number
+from common.report.report_runs import LoadedRun, flatten
 
 _SEED_KEYS = ("name", "task.seed", "rollout.seed", "model.init_seed", "warmup.seed")
 _ROLLOUT = "throughput/rollout_tokens_per_second"
 _PERCENTILE = {"p5": "5th", "p1": "1st"}
 _STEP = "throughput/step_tokens_per_second"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedRun:
-    """A run directory in memory: what the figures need, config.json, run.json.
-
-    damaged: lines of metrics.jsonl that are left out.
-    """
-
-    plot: Run
-    config: Mapping[str, Any]
-    about: Mapping[str, Any]
-    damaged: int = 0
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; empty dicts stay as values."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def seeds_per_arm(runs: Sequence[LoadedRun]) -> list[int]:

@@ -4,11 +4,9 @@ import json
 import shlex
 import xml.etree.ElementTree as ElementTree
 
-import numpy as np
 import pytest
 
 from common.cli import command_line
-from common.report import plots_schedules
 from common.schedule import presets, schedule
 from common.schedule.schedule import DENSE, Schedule
 from tests.common.profile_tables import TABLE, profile
@@ -179,16 +177,3 @@ def test_presets_and_files_side_by_side(folder, capsys):
     assert {"qwen3-1.7b-0.86", "mine", "again.json", "every token"} <= words("c.svg")
     apart = sparrow(capsys, "--compare qwen3-1.7b-0.86 mine.json again.json")
     assert apart == text.replace("wrote c.svg\n", "")
-
-
-def test_curves_by_hand():
-    """Pages of 16, k = 2 up to 128, then 9, then dense. 64 tokens: 4 pages, all read: 64. 128:
-    (2 + 3) * 16 = 80. 129: (9 + 3) * 16 = 192 > 129: all. 256: 192. 257: dense. k is at most all
-    pages: at 16 tokens 1; beyond its last bin dense stays dense."""
-    s = Schedule(page_size=16, bin_tokens=128, budgets=(2, 9, DENSE))
-    length, tokens, k = plots_schedules.curves(s, 1000)
-    at = {int(n): (t, x) for n, t, x in zip(length, tokens, k, strict=True)}
-    assert at[128] == (80, 2) and at[129] == (129, 129 / 16)
-    assert at[256] == (192, 9) and at[257] == (257, 257 / 16)
-    assert at[1000] == (1000, 62.5) and at[1] == (1, 1 / 16)
-    assert (np.diff(length) > 0).all()

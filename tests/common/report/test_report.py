@@ -14,8 +14,9 @@ import pytest
 from common.config import Config, MismatchConfig, RolloutConfig
 from common.errors import UserError
 from common.records.metrics import MetricsWriter
-from common.report.report import load_runs, write_report
-from common.report.report_words import flatten, seeds_per_arm, tiles, verdict
+from common.report.report import bench_table, write_report
+from tests.common.report.test_report_runs import write_records
+from tests.common.report.test_report_words import speed
 
 NUM_BINS = 7
 SCHEDULE = {
@@ -168,86 +169,6 @@ def test_svg_colours_follow_the_page(pair):
     assert "#24292f" not in bare and "#000000" not in bare
 
 
-def write_records(path, records, *, config=None, about=None):
-    path.mkdir()
-    lines = [json.dumps({"bins": [], "alarms": [], **record}) + "\n" for record in records]
-    (path / "metrics.jsonl").write_text("".join(lines))
-    if config is not None:
-        (path / "config.json").write_text(json.dumps(config))
-    if about is not None:
-        (path / "run.json").write_text(json.dumps(about))
-    return path
-
-
-def speed(step, rollout, whole):
-    return {
-        "step": step,
-        "throughput/rollout_tokens_per_second": rollout,
-        "throughput/step_tokens_per_second": whole,
-    }
-
-
-def test_verdict_by_hand(tmp_path):
-    # the first step is left out: medians 100 and 250 -> 2.50x; whole step 50 and 60 -> 1.20x
-    dense = [speed(0, 1, 1), speed(1, 90, 50), speed(2, 110, 50)]
-    sparse = [speed(0, 9, 9), speed(1, 250, 60), speed(2, 250, 60)]
-    for step, p5 in enumerate([0.9, 0.8, 0.84]):
-        sparse[step]["mismatch/p5_min"] = p5
-    sparse[0]["eval/reward"] = 0.25
-    sparse[2] |= {"eval/reward": 0.5, "eval/reward_low": 0.41, "eval/reward_high": 0.59}
-    dense[2]["reward/mean"] = 0.4
-    config = {"num_steps": 3, "mismatch": {"tau": 0.86}, "task": {"seed": 1}}
-    a = write_records(
-        tmp_path / "a",
-        dense,
-        config={**config, "name": "D", "rollout": {"schedule": "dense"}},
-    )
-    b = write_records(
-        tmp_path / "b", sparse, config={**config, "name": "S", "rollout": {"schedule": "x.json"}}
-    )
-    runs = load_runs([a, b])
-    assert verdict(runs) == (
-        "D: no held-out evaluation; training reward 0.400 (mean of the last 1 step(s)). "
-        "S: held-out reward 0.500 (95 % interval 0.410 to 0.590) after 3 step(s), from 0.250. "
-        "S: the lowest 5th percentile of alpha was 0.800 (step 1), below tau = 0.86 at 2 of 3 "
-        "measured steps. "
-        "S sampled 2.50x the tokens per second of D and 1.20x in the whole step "
-        "(medians, measured). "
-        "One seed each: differences between runs may be chance."
-    )
-    assert dict(tiles(runs))["Rollout tokens/s"] == [("100", ""), ("250", "2.50x")]
-    assert "no speedup is stated" in verdict(runs[1:])
-
-
-def test_a_recipe_that_judges_p1_is_judged_by_p1(tmp_path):
-    records = [speed(step, 9, 9) | {"mismatch/p5_min": 0.95, "mismatch/p1_min": p1}
-               for step, p1 in enumerate([0.9, 0.7])]  # fmt: skip
-    for quantile, words, tile in (
-        (0.01, "lowest 1st percentile of alpha was 0.700 (step 1), below tau = 0.86 at 1 of 2 ",
-         ("0.700", "p1, tau 0.86")),
-        (0.05, "lowest 5th percentile of alpha was 0.950, at or above", ("0.950", "p5, tau 0.86")),
-    ):  # fmt: skip
-        config = {"name": "S", "mismatch": {"tau": 0.86, "quantile": quantile}}
-        runs = load_runs([write_records(tmp_path / str(quantile), records, config=config)])
-        assert words in verdict(runs) and dict(tiles(runs))["Lowest tail of alpha"] == [tile]
-
-
-def test_seeds_are_counted_per_arm(tmp_path):
-    configs = [
-        {"name": "d0", "task": {"seed": 0}, "rollout": {"schedule": "dense", "seed": 0}},
-        {"name": "d1", "task": {"seed": 1}, "rollout": {"schedule": "dense", "seed": 1}},
-        {"name": "s0", "task": {"seed": 0}, "rollout": {"schedule": "k=8", "seed": 0}},
-    ]
-    dirs = [write_records(tmp_path / c["name"], [{"step": 0}], config=c) for c in configs]
-    runs = load_runs(dirs)
-    assert seeds_per_arm(runs) == [2, 1]
-    assert "2 arm(s) with 2, 1 seed(s)." in verdict(runs)
-
-
-def test_flatten():
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
-
-
 NULLS = {"reward/mean": None, "mismatch/p5_min": None, "eval/reward": None, "time/step": None}
 AWKWARD = {
     "no step": [],
@@ -312,15 +233,6 @@ def test_everything_is_escaped(tmp_path):
     assert "<script" not in text
     assert "script" not in Page(text).tags
     assert text.count("&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&amp;") > 6
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path):
-    dirs = [write_records(tmp_path / d, [{"step": 0}], config={"name": "same"}) for d in ("a", "b")]
-    assert [run.plot.name for run in load_runs([*dirs, dirs[1]])] == [
-        "same",
-        "same (b)",
-        "same (b)'",
-    ]
 
 
 def test_differing_settings_come_first(pair):
@@ -419,3 +331,44 @@ def test_the_browser_check_sees_faults(pair, tmp_path):
     assert "P." in measured[390]["wide"] and measured[390]["scroll"] > 390
     assert any("boom" in line for line in console)
     assert measured[390]["cut"]
+
+
+BENCH = {
+    "batch": 8, "context": 16384, "selected": 224, "page": 16, "speedup": 4.0, "byte_bound": 4.27,
+    "dense_paged_ms": 320.0, "dense_paged_gb_per_s": 3.3, "dense_contiguous_ms": 250.0,
+    "dense_contiguous_gb_per_s": 4.2, "sparse_ms": 80.0, "sparse_gb_per_s": 3.0,
+    "step_dense_ms": 700.0, "step_sparse_ms": 200.0,
+}  # fmt: skip
+
+
+def test_what_the_bench_table_says(tmp_path):
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(BENCH))
+    html = bench_table(path)
+    assert "8 sequences of 16,384 tokens, 224 pages of 16 read" in html
+    assert "4.0x faster" in html and "the bytes allow 4.3x" in html
+    assert "a whole decode step of two layers 3.5x" in html  # 700 / 200
+    assert ">320<" in html and ">80<" in html
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sparse_ms": "fast"}, "no sparse_ms"),
+        ({"speedup": None}, "speedup=None"),
+        ({"step_sparse_ms": 0}, "step_sparse_ms=0"),
+    ],
+)
+def test_a_damaged_bench_file_is_one_line(tmp_path, change, words):
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(BENCH | change))
+    with pytest.raises(UserError, match=words):
+        bench_table(path)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "[1, 2]", "{}"])
+def test_another_file_than_a_bench_is_one_line(tmp_path, text):
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"bench\.json: no"):
+        bench_table(path)
