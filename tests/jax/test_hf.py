@@ -330,7 +330,7 @@ def test_damaged_or_missing_files_are_named(tmp_path):
 def test_saving_again_is_all_or_nothing(tmp_path, monkeypatch):
     config, tensors = hf_model("qwen3", True)
     geometry, params = hf.load(write(tmp_path / "a", config, tensors))
-    hf.save(tmp_path / "b", geometry, params, source=str(tmp_path / "a"))
+    hf.save(tmp_path / "b", geometry, params)
     other = jax.tree.map(lambda x: x + 1, params)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", interrupt)
