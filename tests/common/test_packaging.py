@@ -42,7 +42,7 @@ def test_files_that_are_read_beside_the_code_are_shipped():
     data = PROJECT["tool"]["setuptools"].get("package-data", {})
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
-            if path.is_file() and path.suffix not in (".py", ".pyc"):
+            if path.is_file() and path.suffix not in (".py", ".pyc", ".md"):
                 patterns = data.get(package, [])
                 assert any(path.relative_to(ROOT / package).match(p) for p in patterns), path
 
