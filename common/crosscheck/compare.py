@@ -1,7 +1,7 @@
 """Compare two traces: where do two backends, machines or types part? `sparrow compare`.
 
 Each quantity of common/crosscheck/trace.py gives a row: largest and mean deviation against the
-tolerance (common/crosscheck/tolerances.py), and where it first goes beyond: the lowest layer, then
+tolerance (common/crosscheck/deviations.py), and where it first goes beyond: the lowest layer, then
 the first position. Stages are judged in the order of computation, so the first that fails is where
 to look.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.crosscheck import deviations, tolerances
+from common.crosscheck import deviations
 from common.crosscheck.deviations import Row
 from common.crosscheck.trace_file import IDENTITY, Trace, differ
 from common.errors import UserError
@@ -106,7 +106,7 @@ def compare(a: Trace, b: Trace) -> Comparison:
                 f"{b.path}: traces other {what} than {a.path}; {differ(a.meta, b.meta, key)}"
             )
     dtypes = a.meta["dtype"], b.meta["dtype"]
-    limit = tolerances.of(dtypes)
+    limit = deviations.limits_of(dtypes)
     for name in sorted(set(a) & set(b) - {"meta"}):  # before anything is unpacked
         if a.shape(name) != b.shape(name):
             raise UserError(f"{b.path}: {name} has shape {b.shape(name)}, in {a.path} it has "
@@ -122,7 +122,7 @@ def compare(a: Trace, b: Trace) -> Comparison:
     rows += deviations.decode(a, b, same_BT, limit)
     if not parted:
         rows += deviations.train(a, b, limit)
-    rows += deviations.streams(a, b, limit["score"], tolerances.judges_tokens(dtypes))
+    rows += deviations.streams(a, b, limit["score"], deviations.judges_tokens(dtypes))
     bits = [t["step/checksum"].item() for t in (a, b) if "step/checksum" in t]
     if len(bits) == 2 and not parted:
         same = "are" if bits[0] == bits[1] else "are not"

@@ -1,18 +1,80 @@
-"""Deviations of two traces, stage by stage: a row per quantity, judged against its limit."""
+"""Deviations of two traces, stage by stage: one row for each quantity, judged against its limit.
+
+Limits depend on the types that the traces were computed in:
+
+    float32 with float32    the two differ by rounding only, in another order
+    with bfloat16           8 bits of precision through all layers: single values may be far off,
+                            so the mean tells a fault from rounding
+
+Deviations are relative to the rms of the values at the position, or to that of the layer's median
+position if it is larger (activations); to the rms of the layer (scores); to the norm (gradients,
+steps of the weights); to the sizes of the terms, which cancel (loss). All others are absolute, in
+nats or shares. Sampled tokens of float32 traces have to be equal. With bfloat16 they part sooner or
+later, and the first step of Adam is nearly the sign of each gradient: both are reported without a
+verdict.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from common.crosscheck.tolerances import Limit
 from common.crosscheck.trace_decode import SCORES_EVERY
 from common.crosscheck.trace_file import Trace
 
 FORWARD = ("q", "k", "v", "attention", "block", "block_norm")
 STREAMS = ("greedy", "dense", "sparse")
+
+
+class Limit(NamedTuple):
+    """Limits of the largest and of the mean deviation of a quantity."""
+
+    largest: float
+    mean: float
+
+
+_FLOAT32 = {
+    "forward": Limit(1e-4, 3e-5),
+    "score": Limit(1e-4, 3e-5),
+    "replay": Limit(1e-4, 3e-5),
+    "page_scores": Limit(1e-4, 3e-5),
+    "pages": Limit(1e-4, 3e-5),
+    "lse": Limit(1e-4, 3e-5),
+    "weight": Limit(1e-4, 3e-5),
+    "loss": Limit(1e-5, 1e-5),
+    "grad": Limit(1e-4, 1e-4),
+    "grad_norm": Limit(1e-4, 1e-4),
+    "step": Limit(1e-2, 1e-2),
+    "step_norm": Limit(1e-2, 1e-2),
+}
+_BFLOAT16 = {
+    "forward": Limit(0.5, 0.06),
+    "score": Limit(1.5, 0.25),
+    "replay": Limit(1.5, 0.25),
+    "page_scores": Limit(0.5, 0.15),
+    "pages": Limit(0.3, 0.05),
+    "lse": Limit(1.0, 0.15),
+    "weight": Limit(1.0, 0.06),
+    "loss": Limit(0.05, 0.05),
+    "grad": Limit(0.7, 0.7),
+    "grad_norm": Limit(0.2, 0.2),
+}
+
+
+def limits_of(dtypes: tuple[str, str]) -> Mapping[str, Limit]:
+    """Returns the limits for traces in these types, by stage or quantity.
+
+    A quantity without a limit is not judged.
+    """
+    return _FLOAT32 if set(dtypes) == {"float32"} else _BFLOAT16
+
+
+def judges_tokens(dtypes: tuple[str, str]) -> bool:
+    """Returns True if the sampled tokens of traces in these types have to be the same."""
+    return set(dtypes) == {"float32"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

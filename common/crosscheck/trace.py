@@ -31,7 +31,6 @@ import numpy as np
 from common.config import Config
 from common.crosscheck import sketch, trace_decode, trace_file, trace_setup
 from common.crosscheck.trace_file import TraceWriter
-from common.crosscheck.trace_prompts import read_prompts
 from common.errors import UserError
 from common.model import hf, hf_config
 from common.objective.prepare import prepare_batch
@@ -97,7 +96,7 @@ def trace(
     trace_setup.refuse_without_effect(config)
     schedule = trace_setup.schedule_of(config)
     least = (min(schedule.budgets) + NUM_RESERVED + 1) * schedule.page_size
-    read = read_prompts(config, prompts, num_prompts, prompt_tokens, least=least)
+    read = trace_setup.read_prompts(config, prompts, num_prompts, prompt_tokens, least=least)
     config = trace_setup.sized(config, backend, read, num_tokens)
     longest = config.rollout.max_prompt_tokens + num_tokens
     hf_config.check_context(config.model.path, longest, f"--num_tokens={num_tokens}")

@@ -1,8 +1,20 @@
-"""What a profile holds of one budget: rows by length bin, the two halves, the tail's shape."""
+"""Content of a profile file: for each budget the rows by length bin, the two halves, the shape of
+the tail.
+
+The shape of alpha's distribution is described as in arXiv 2606.08446, section on the statistic.
+Most tokens have alpha > 0.999 whatever the budget; the tokens below are called the tail here.
+
+    pearson_alpha   Pearson r of alpha against the position of its token
+    pearson_p5      Pearson r of the bins' p5 against their middle; bins with enough tokens only
+    beta_a, beta_b  Beta distribution fitted to alpha / 0.999 of the tail by maximum likelihood
+    ks              its Kolmogorov-Smirnov statistic: the largest gap of the two distributions
+    variance        variance of alpha in the tail
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -10,10 +22,13 @@ import numpy as np
 
 from common.config import Config
 from common.mismatch import acceptance
-from common.profile import tail_shape
 from common.schedule.profile_file import PROFILE_FORMAT
 
 QUANTILES = (0.01, 0.05)
+SAME = 0.999
+EDGES = np.concatenate([np.linspace(0, 0.95, 20), [0.99, SAME, 1.0]])
+LEAST = 30
+"""Tokens of the tail below which no distribution is fitted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +81,7 @@ class Profile:
                 mask = m.mask_BT & (m.group_B % 2 == half)[:, None]
                 part = acceptance.statistics(m.alpha_BT, mask, m.group_B, **self._how)
                 rows += [{"k": m.k, **s.__dict__} for s in part]
-        self._shape.append({"k": m.k, **tail_shape.describe(m.alpha_BT, m.mask_BT, stats)})
+        self._shape.append({"k": m.k, **shape_of_tail(m.alpha_BT, m.mask_BT, stats)})
         if m.estimate_BT is not None:
             self._topk += self._compare(m, m.estimate_BT, stats)
         return stats
@@ -93,3 +108,65 @@ class Profile:
         if summary is not None:
             record["summary"] = summary
         return record
+
+
+def shape_of_tail(
+    alpha_BT: np.ndarray, mask_BT: np.ndarray, stats: Sequence[acceptance.BinStats]
+) -> dict[str, Any]:
+    """Returns the module's numbers for one budget, and the counts of a histogram over EDGES.
+
+    A number that cannot be computed (one bin, no variation, a tail of under LEAST tokens) is None.
+    """
+    alpha = np.asarray(alpha_BT, np.float64)[mask_BT]
+    positions = np.broadcast_to(np.arange(mask_BT.shape[1]), mask_BT.shape)[mask_BT]
+    judged = [s for s in stats if s.enough]
+    tail = alpha[alpha < SAME]
+    a, b, ks = fit_beta(tail / SAME) if len(tail) >= LEAST else (None, None, None)
+    return {
+        "count": len(alpha),
+        "share_below": len(tail) / max(len(alpha), 1),
+        "pearson_alpha": pearson(positions, alpha),
+        "pearson_p5": pearson([(s.start + s.end) / 2 for s in judged], [s.p5 for s in judged]),
+        "beta_a": a,
+        "beta_b": b,
+        "ks": ks,
+        "variance": float(tail.var()) if len(tail) >= LEAST else None,
+        "edges": EDGES.tolist(),
+        "counts": np.histogram(alpha, EDGES)[0].tolist(),
+    }
+
+
+def pearson(x: Any, y: Any) -> float | None:
+    """Pearson's r of two equally long lists; None for fewer than 3 pairs or a constant."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def fit_beta(x: np.ndarray) -> tuple[float, float, float] | tuple[None, None, None]:
+    """(a, b, Kolmogorov-Smirnov statistic) of the Beta distribution that fits x in [0, 1] best.
+
+    Maximum likelihood: the log-likelihood per value is concave in (a, b),
+    (a - 1) mean log x + (b - 1) mean log(1 - x) - log B(a, b), so any sample has an answer;
+    a and b stay in [1e-4, 1e6], which only nearly constant samples reach; a constant gives None.
+    """
+    from scipy import optimize, special
+
+    x = np.sort(np.clip(x, 1e-6, 1 - 1e-6))
+    if np.ptp(x) == 0:
+        return None, None, None
+    means = np.array([np.log(x).mean(), np.log1p(-x).mean()])
+
+    def loss(log_ab):
+        ab = np.exp(log_ab)
+        slope = special.digamma(ab) - special.digamma(ab.sum()) - means
+        return special.betaln(*ab) - (ab - 1) @ means, ab * slope
+
+    limits = np.log([1e-4, 1e6])
+    exact = {"ftol": 1e-14, "gtol": 1e-8}
+    found = optimize.minimize(loss, np.zeros(2), jac=True, bounds=[limits] * 2, options=exact)
+    a, b = np.exp(found.x)
+    below, steps = special.betainc(a, b, x), np.arange(len(x) + 1) / len(x)
+    ks = max((steps[1:] - below).max(), (below - steps[:-1]).max())
+    return float(a), float(b), float(ks)

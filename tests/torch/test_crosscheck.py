@@ -11,7 +11,7 @@ import torch
 from common.config import Config, GrpoConfig, LearnerConfig, ModelConfig, RolloutConfig
 from common.crosscheck import compare, trace
 from common.crosscheck.trace_file import Trace
-from common.crosscheck.trace_prompts import read_prompts
+from common.crosscheck.trace_setup import read_prompts
 from common.errors import UserError
 from common.objective import batching
 from kernels_triton.ops import REFERENCE

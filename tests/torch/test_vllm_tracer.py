@@ -62,7 +62,7 @@ def test_log_probs_are_those_that_vllm_returns_for_a_prompt(folder):
 
     from common.config import Config, ModelConfig
     from common.crosscheck import trace_setup
-    from common.crosscheck.trace_prompts import read_prompts
+    from common.crosscheck.trace_setup import read_prompts
     from sparrow_torch import vllm_tracer
 
     config = Config(model=ModelConfig(path=str(folder / "llama")))

@@ -7,8 +7,7 @@ import pytest
 from scipy import stats
 
 from common.mismatch import acceptance
-from common.profile import tail_shape
-from common.profile.tail_shape import EDGES, SAME, fit_beta, pearson
+from common.profile.profile_rows import EDGES, SAME, fit_beta, pearson, shape_of_tail
 
 
 def described(alpha, mask=None, bin_tokens=50):
@@ -17,7 +16,7 @@ def described(alpha, mask=None, bin_tokens=50):
     rows = acceptance.statistics(
         alpha, mask, np.arange(len(alpha)), bin_tokens=bin_tokens, min_tokens=20
     )  # fmt: skip
-    return tail_shape.describe(alpha, mask, rows)
+    return shape_of_tail(alpha, mask, rows)
 
 
 def test_pearson_by_hand():
