@@ -1,7 +1,7 @@
-"""`sparrow doctor`: what this machine can run, and for the rest one reason and one remedy.
+"""`sparrow doctor`: what this machine can run, and a reason and a remedy for what it cannot.
 
-Frameworks are imported in child processes with a deadline: a broken installation or a hanging
-driver becomes a line, never a traceback and never a hang. All probes run side by side.
+Frameworks are imported in child processes with a deadline, so that a broken installation or a
+hanging driver becomes one line and neither a traceback nor a hang. All probes run concurrently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_MEMORY_GIB, MIN_DISK_GIB = 4.0, 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line: `detail` says what was found (ok) or why not; `remedy` is one thing to do."""
+    """One line. detail: what was found, or if not ok, why not; remedy: one thing to do about it."""
 
     name: str
     ok: bool
@@ -42,7 +42,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Outcome of a child process: what it printed as JSON, or one line about what went wrong."""
+    """Result of a child process: the JSON that it printed, or one line about what went wrong."""
 
     found: Mapping[str, Any] | None = None
     error: str = ""
@@ -67,10 +67,10 @@ print(json.dumps({"version": triton.__version__}))
 
 
 def run_probe(command: Sequence[str], *, timeout: float) -> tuple[int | None, str, str]:
-    """(exit status, stdout, stderr); the status is None if it had to be killed or cannot start.
+    """(exit status, stdout, stderr); the status is None if it was killed or could not start.
 
-    The child gets its own session, and the whole session is killed at the deadline: a grandchild
-    that keeps the pipe open cannot hang us.
+    The child gets a session of its own, and the whole session is killed at the deadline, since a
+    grandchild that keeps the pipe open would make us wait for ever.
     """
     try:
         child = subprocess.Popen(
@@ -97,7 +97,7 @@ def run_probe(command: Sequence[str], *, timeout: float) -> tuple[int | None, st
 
 
 def probe_python(code: str, *, timeout: float) -> Probe:
-    """Run `code` in a fresh interpreter; its last line of output is a JSON object."""
+    """Run `code` in a new interpreter and read the JSON object in its last line of output."""
     status, out, err = run_probe([sys.executable, "-c", code], timeout=timeout)
     lines = out.strip().splitlines()
     if status == 0 and lines:
@@ -124,7 +124,7 @@ def _version(distribution: str) -> str:
 
 
 def _install(package: str, extra: str) -> str:
-    """The command that installs `package`: through our extra if this distribution has it."""
+    """The command that installs `package`: by our extra, if this distribution has that extra."""
     try:
         extras = importlib.metadata.metadata("sparrow-rl").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
@@ -133,7 +133,7 @@ def _install(package: str, extra: str) -> str:
 
 
 def _lacks(name: str) -> Check:
-    """torch, triton or vllm is not installed."""
+    """The check of torch, triton or vllm when it is not installed."""
     if not _installed("sparrow_torch"):
         detail = "not installed, and this version of sparrow has no torch backend"
         return Check(name=name, ok=False, detail=detail, remedy="use the JAX backend")
@@ -151,7 +151,7 @@ def _python() -> Check:
 
 
 def num_cores() -> int:
-    """Cores this process may use (affinity and cgroup quota, rounded up)."""
+    """Number of cores that this process may use, by affinity and by cgroup quota (rounded up)."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     quota = _words("/sys/fs/cgroup/cpu.max")
@@ -168,7 +168,7 @@ def _words(path: str) -> list[str]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be allocated now (cgroup limit respected), or None if unknown."""
+    """Bytes that can be allocated now, within the cgroup limit; None if unknown."""
     words = _words("/proc/meminfo")
     if "MemAvailable:" not in words:
         return None
@@ -304,7 +304,7 @@ _EXTRAS = (
     ("tensorboard", "tensorboard", "data", "event files"),
     ("matplotlib", "matplotlib", "", "figures of reports"),
 )
-"""(module, distribution, our extra, what it is for)."""
+"""(module, distribution, our extra, purpose)."""
 
 
 def _extras() -> list[Check]:
@@ -333,9 +333,9 @@ def _bubblewrap(timeout: float) -> Check:
 
 
 def diagnose(*, directory: Path | str = ".", timeout: float = 60.0) -> list[Check]:
-    """All checks, in the order in which they are shown; at most about `timeout` + 5 seconds.
+    """All checks, in the order in which they are shown; takes at most about `timeout` + 5 seconds.
 
-    directory: where runs would be written (for the disk check).
+    directory: where runs would be written, for the check of the disk.
     """
     codes = {"jax": _JAX, "torch": _TORCH, "triton": _TRITON}
     with ThreadPoolExecutor(max_workers=len(codes) + 2) as pool:
@@ -363,7 +363,7 @@ def diagnose(*, directory: Path | str = ".", timeout: float = 60.0) -> list[Chec
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """One sentence: which of our paths run on this machine."""
+    """Which of our backends and kernels run on this machine, in one or two sentences."""
     good = {check.name for check in checks if check.ok}
     paths = {"JAX reference path (make demo)": {"JAX"}, "Pallas kernels": {"JAX", "TPU"}}
     if _installed("sparrow_torch"):
@@ -379,7 +379,7 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """The lines and the summary, plain text on stdout."""
+    """Print the line of each check, then the summary."""
     for check in checks:
         print(check.line())
     print("\n" + summary(checks))

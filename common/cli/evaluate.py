@@ -1,4 +1,4 @@
-"""What `sparrow eval` does: print the held-out reward of a model, dense and under its schedule."""
+"""`sparrow eval`: the held-out reward of a model, dense and under its schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.tasks.evaluation import evaluate
 
 
 def evaluate_run(config: Config, *, num_samples: int, greedy: bool) -> None:
-    """`sparrow eval`: print the held-out reward, dense, and under the schedule if there is one."""
+    """Print the held-out reward of dense decoding, then under the schedule if there is one."""
     with open_parts(config) as parts:
         if few := parts.prompts.fewer_held_out(config.task.num_eval_prompts):
             print(few)
@@ -27,4 +27,4 @@ def evaluate_run(config: Config, *, num_samples: int, greedy: bool) -> None:
 
 def _interval(result: dict[str, Any]) -> str:
     low, high = result["reward_low"], result["reward_high"]
-    return "one prompt gives no interval" if low is None else f"95 % {low:.3f} to {high:.3f}"
+    return "no interval from one prompt" if low is None else f"95 % {low:.3f} to {high:.3f}"

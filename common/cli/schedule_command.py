@@ -1,4 +1,4 @@
-"""What `sparrow schedule` does: find in profiles, export a published one, compare several."""
+"""`sparrow schedule`: find a schedule in profiles, export a published one, or compare several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_SEARCH = ("tau", "quantile", "rule", "monotone", "extrapolate")
 
 
 def check_flags(flags: Mapping[str, Any]) -> str:
-    """The one of profile, preset and compare that is given; UserError if the flags do not fit."""
+    """Which of profile, preset and compare is given; UserError for flags without effect."""
     given = [name for name in _SOURCES if flags[name]]
     if len(given) != 1:
         raise UserError(
@@ -41,16 +41,19 @@ def check_flags(flags: Mapping[str, Any]) -> str:
     if flags["out"]:
         svg = Path(flags["out"]).suffix == ".svg"
         if svg and given[0] != "compare":
-            raise UserError(f"--out={flags['out']}: name the .json; the .svg goes beside it")
+            raise UserError(f"--out={flags['out']}: expected a .json file; the .svg goes beside it")
         if not svg and given[0] == "compare":
-            raise UserError(f"--out={flags['out']}: a comparison is a plot; name an .svg")
+            raise UserError(
+                f"--out={flags['out']}: expected an .svg file, since a comparison is a plot"
+            )
     return given[0]
 
 
 def find(paths: Sequence[Path], out: Path | None, **criterion: Any) -> None:
-    """Search, print, validate where the profile has halves; write the schedule and its plot.
+    """Search a schedule, validate it if the profile has halves, write it and its plot.
 
-    Several profiles: one for each page size, the schedule that reads fewest tokens is taken.
+    paths: one profile, or one for each page size; of these, the schedule that reads the fewest
+    tokens is taken. criterion: tau, quantile, rule, monotone, extrapolate of `search`.
     """
     profiles = [load_profile(path) for path in paths]
     if len(profiles) == 1:
@@ -81,7 +84,7 @@ def find(paths: Sequence[Path], out: Path | None, **criterion: Any) -> None:
 
 
 def export(name: str, out: Path | None) -> None:
-    """Print a published schedule; write it and a plot of the pages it reads."""
+    """Print a published schedule; if `out` is given, write it and a plot of the pages it reads."""
     found = _preset("preset", name)
     print(found.describe())
     if out is not None:
@@ -97,7 +100,7 @@ def _write(found: Schedule, svg: str | None, out: Path) -> None:
 
 
 def _preset(flag: str, name: str) -> Schedule:
-    """A published schedule; UserError with the nearest name."""
+    """A published schedule; UserError with the nearest name if there is none of that name."""
     if name not in presets.PUBLISHED:
         guess = overrides.nearest(name, list(presets.PUBLISHED))
         did = (
@@ -111,7 +114,7 @@ def _preset(flag: str, name: str) -> Schedule:
 
 
 def compare(names: Sequence[str], out: Path | None) -> None:
-    """Print schedules and the share of pages they read at five lengths; draw them over length."""
+    """Print each schedule and the share of pages that it reads at five lengths; plot to `out`."""
     schedules = _named(names)
     for schedule in schedules.values():
         print(schedule.describe())
@@ -129,7 +132,7 @@ def compare(names: Sequence[str], out: Path | None) -> None:
 
 
 def _named(names: Sequence[str]) -> dict[str, Schedule]:
-    """name -> Schedule for presets and files; a file goes by its path where names would clash."""
+    """Schedules by name; a file whose schedule has a name already taken is named by its path."""
     found: dict[str, Schedule] = {}
     for name in names:
         if Path(name).is_file():
@@ -138,6 +141,6 @@ def _named(names: Sequence[str]) -> dict[str, Schedule]:
             schedule = _preset("compare", name)
         label = schedule.name if schedule.name and schedule.name not in found else name
         if label in found:
-            raise UserError(f"--compare: {name} is named twice; name each schedule once")
+            raise UserError(f"--compare: {name} is given twice; give each schedule once")
         found[label] = schedule
     return found

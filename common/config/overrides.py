@@ -12,7 +12,7 @@ Values are typed by the annotations of the dataclasses beside this file:
     dict                 --config.task.args='{"min_entries": 24}'
     one key of a dict    --config.task.args.min_entries=24     (the other keys stay)
 
-Every mistake is a UserError of one line that says what to change.
+Every mistake raises UserError, one line that says what to change.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _RECIPE_ERRORS = (
 def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
     """Split arguments into (recipe file or None, {"a.b": "text"}, all other arguments).
 
-    `--config=x` and `--config x` are the same; of a key given twice the last one holds.
+    `--config=x` and `--config x` mean the same; if a key is given twice, the last value counts.
     """
     config_file: str | None = None
     overrides: dict[str, str] = {}
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
         if not equals:
             value = next(arguments, "--")
             if value.startswith("--"):
-                raise UserError(f"{name}: no value given; write {name}=VALUE")
+                raise UserError(f"{name}: expected a value, as in {name}=VALUE")
         if name == _FLAG:
             config_file = value
         else:
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
 
 
 def load(path: str | Path) -> Config:
-    """Run a recipe file and return the result of its `get_config()`."""
+    """Run a recipe file; returns what its `get_config()` returns."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"--config={path}: no such file{_nearest_recipe(path)}")
@@ -92,7 +92,9 @@ def load(path: str | Path) -> Config:
         message = error.msg if isinstance(error, SyntaxError) else one_line(error)
         raise UserError(f"{path}:{line}: {kind}{message}") from error
     if not callable(get_config):
-        raise UserError(f"--config={path}: defines no function get_config(); a recipe needs one")
+        raise UserError(
+            f"--config={path}: defines no function get_config(); add one that returns a Config"
+        )
     if not isinstance(config, Config):
         raise UserError(
             f"--config={path}: get_config() returned {type(config).__name__}: expected Config"
@@ -101,7 +103,7 @@ def load(path: str | Path) -> Config:
 
 
 def apply(config: Config, overrides: Mapping[str, str]) -> Config:
-    """A new Config with the overrides ({"rollout.page_size": "8"}) typed, set and validated."""
+    """A new, validated Config with the overrides, e.g. {"rollout.page_size": "8"}."""
     groups: dict[str, dict[str, Any]] = {}
     for key, text in overrides.items():
         group, name, rest = _locate(config, key)
@@ -121,27 +123,27 @@ def apply(config: Config, overrides: Mapping[str, str]) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration in JSON's types (tuples become lists); `from_dict` reads it back equal."""
+    """The configuration in JSON types (tuples become lists); `from_dict` is the inverse."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def from_dict(values: Mapping[str, Any], *, source: str = "config.json") -> Config:
-    """The Config that `to_dict` wrote. Unknown and ill-typed keys are refused, naming `source`.
+    """The Config of a dictionary of `to_dict`; UserError, naming `source`, for keys it cannot have.
 
-    A key that is missing keeps its default: the file may come from before that setting existed.
+    A missing key keeps its default: the file may be older than the setting.
     """
     return _section(Config, values, "", source)
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Dotted names of the settings in which two configurations differ, dict entries one by one."""
+    """Dotted names of the settings that differ between two configurations."""
     missing = object()
     a, b = dict(_flatten(to_dict(old))), dict(_flatten(to_dict(new)))
     return [k for k in dict.fromkeys([*a, *b]) if a.get(k, missing) != b.get(k, missing)]
 
 
 def describe() -> str:
-    """Every setting with type, default and meaning, as text (for `sparrow help config`)."""
+    """Every setting with its type, default and meaning: the text of `sparrow help config`."""
     lines: list[str] = []
     for cls, prefix in _sections():
         lines += ["", f"{(cls.__doc__ or '').strip().splitlines()[0]}"]
@@ -170,7 +172,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _sections() -> list[tuple[type, str]]:
-    """Config itself with prefix "", then its groups with "model.", "task.", ..."""
+    """(class, prefix of its keys) of Config, "", and of its groups, "model.", "task.", ..."""
     groups = [(f.name, _hints(Config)[f.name]) for f in dataclasses.fields(Config)]
     return [(Config, "")] + [(h, f"{n}.") for n, h in groups if dataclasses.is_dataclass(h)]
 
@@ -182,7 +184,7 @@ def _all_keys() -> list[str]:
 
 
 def _locate(config: Config, key: str) -> tuple[str, str, list[str]]:
-    """("rollout", "page_size", []) of "rollout.page_size"; rest = path inside a dict field."""
+    """("rollout", "page_size", []) of "rollout.page_size"; the list is a path inside a dict."""
     parts = key.split(".")
     group = parts[0] if dataclasses.is_dataclass(getattr(config, parts[0], None)) else ""
     names = parts[1:] if group else parts
@@ -213,17 +215,17 @@ def _suggestion(key: str) -> str:
 
 
 def _set_inside(values: dict[str, Any], path: Sequence[str], value: Any, key: str) -> None:
-    """values[path[0]][path[1]]... = value, copying the dicts on the way."""
+    """Set values[path[0]][path[1]]... = value; the dicts on the way are copied."""
     for part in path[:-1]:
         inner = values.get(part, {})
         if not isinstance(inner, dict):
-            raise UserError(f"{_FLAG}.{key}: {part!r} holds {inner!r}, no dict; set it as a whole")
+            raise UserError(f"{_FLAG}.{key}: {part!r} is {inner!r}, not a dict; set it as a whole")
         values[part] = values = dict(inner)
     values[path[-1]] = value
 
 
 def _literal(text: str) -> Any:
-    """JSON, else a Python literal, else the text itself."""
+    """The text read as JSON, else as a Python literal, else the text itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # no JSON, thousands of digits, or brackets
@@ -254,7 +256,7 @@ def _from_text(text: str, hint: Any, key: str) -> Any:
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the annotation wants it (int -> float, list -> tuple); else a UserError."""
+    """`value` in the type of the annotation (int to float, list to tuple), else UserError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and isinstance(value, list | tuple):
         if arguments[-1] is Ellipsis:
@@ -338,7 +340,7 @@ def _nearest_recipe(path: Path) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> int:
-    """The last line of the recipe that was running when the error came up."""
+    """The line of the recipe that was running when the error was raised."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno or 0
     frames = traceback.extract_tb(error.__traceback__)

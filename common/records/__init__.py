@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how long work shows progress and stops safely."""
+"""What a run leaves on disk, and how long work shows its progress and stops safely."""

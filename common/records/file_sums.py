@@ -1,7 +1,7 @@
-"""Checksums of the files that a run depends on: it is a function of their content, not their names.
+"""Checksums of the files that a run depends on, to notice when their content has changed.
 
-Weights are summed with CRC-32, as checkpoints are (a model may have hundreds of GB, and the enemy
-is a mistake), all other files with SHA-256.
+Weights get CRC-32, as checkpoints do: a model may have hundreds of GB, and the sum has to catch
+mistakes, not attacks. All other files get SHA-256.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK = 2**24
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
+    """CRC-32 of the bytes of a file."""
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -30,7 +30,7 @@ def crc32(path: Path) -> int:
 
 
 def file_sum(path: Path) -> str:
-    """'crc32:...' of weights, 'sha256:...' of other files."""
+    """The checksum of a file: 'crc32:...' of weights, 'sha256:...' of other files."""
     if path.suffix == WEIGHTS:
         return f"crc32:{crc32(path):08x}"
     with open(path, "rb") as file:
@@ -38,7 +38,7 @@ def file_sum(path: Path) -> str:
 
 
 def sums(model_path: str, task_files: Iterable[Path]) -> dict[str, str]:
-    """The sum of every file of the start model (none if model_path is "") and of the task."""
+    """Checksums by path of the files of the task and of the start model, if model_path names one."""
     files = {str(p): p for p in task_files}
     if model_path:
         for pattern in _MODEL_FILES:
@@ -49,7 +49,7 @@ def sums(model_path: str, task_files: Iterable[Path]) -> dict[str, str]:
 
 
 def first_change(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """The first file that is new, gone or other than before, with the word for it; None if none."""
+    """Which file is new, missing or changed, and how, in words; None if none is."""
     for name in sorted({*before, *now}):
         if name not in before:
             return f"{name}: was not there"

@@ -1,4 +1,4 @@
-"""Checks of values that come from files: one clear UserError line each."""
+"""Checks of values from files: each failure is a UserError of one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = (
 )  # fmt: skip
 """What zipfile, numpy and json raise for damaged files; RuntimeError includes RecursionError."""
 LARGEST = 2**31 - 1
-"""Of an integer without another limit: a count or length that arrays and sums have room for."""
+"""Limit of integers that have no other: counts and lengths must fit into arrays and sums."""
 
 
 def integer(
@@ -63,7 +63,7 @@ def written(text: str, what: str, low: int, high: int) -> int:
 
 
 def number(value: Any, what: str, low: float, high: float) -> float:
-    """`value` as float in [low, high], else UserError; bools and NaN are refused."""
+    """`value` as a float; bools, NaN and numbers outside [low, high] raise UserError."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or not low <= value <= high:
         raise UserError(f"{what}={value!r}: expected a number in [{low:g}, {high:g}]")
@@ -71,7 +71,7 @@ def number(value: Any, what: str, low: float, high: float) -> float:
 
 
 def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str] = ()) -> None:
-    """UserError unless `data` is a dict with the expected keys and no others but the optional."""
+    """UserError unless `data` is a dict with all expected keys and no others than the optional."""
     if not isinstance(data, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(data).__name__}")
     for key in data:
@@ -85,7 +85,7 @@ def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str]
 
 
 def read(path: Path, form: str) -> dict[str, Any]:
-    """The object in a JSON file whose key "format" says `form`; UserError names the file."""
+    """The JSON object in a file; UserError unless its key "format" is `form`."""
     data = read_object(path)
     if data.get("format") != form:
         raise UserError(f"{path}: format={data.get('format')!r}, expected {form!r}")
@@ -93,7 +93,7 @@ def read(path: Path, form: str) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; UserError names the file."""
+    """The JSON object in a file; UserError, naming the file, if it holds something else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits

@@ -1,6 +1,6 @@
-"""The record of a run: metrics.jsonl, TensorBoard event files, one console line a step.
+"""The record of a run: metrics.jsonl, TensorBoard event files, one console line per step.
 
-metrics.jsonl is the truth; everything else can be rebuilt from it. One JSON object per training
+metrics.jsonl is the record; the rest can be made again from it. It has one JSON object per training
 step: `step`, flat `group/name` values, `bins` (one dict per length bin), `alarms` (strings).
 
 Worked example of a resume at step 2 after a kill -9 while step 3 was being written:
@@ -8,8 +8,8 @@ Worked example of a resume at step 2 after a kill -9 while step 3 was being writ
     {"step": 0, ...}\n {"step": 1, ...}\n {"step": 2, ...}\n {"step": 3, "rew
     MetricsWriter(run_dir, resume_step=2, ...) keeps steps 0 and 1, byte for byte.
 
-Write a step's record *before* its checkpoint is completed: then a checkpoint that says "go on at
-step s" always finds the records of all steps below s, and the file ends up without a gap.
+Write the record of a step *before* its checkpoint is complete: a checkpoint that says "go on at
+step s" then finds the records of all steps below s, and the file has no gap.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ METRICS: dict[str, str] = {
     "throughput/rollout_tokens_per_second": "sampled tokens / time/rollout",
     "throughput/step_tokens_per_second": "sampled tokens / time/step",
 }
-"""Every metric the loop writes, with its meaning. eval/* appears on evaluation steps only."""
+"""Every metric that the loop writes, with its meaning; eval/* in steps with an evaluation only."""
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 
@@ -91,7 +91,7 @@ _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """All complete records of a run, in order; [] if there is no metrics.jsonl yet.
 
-    A torn last line (a run being written, or killed in mid-write) is left out.
+    An incomplete last line is left out: the run is writing it, or was killed while it did.
     Raises UserError with file and line for any other line that is not a JSON object with `step`.
     """
     path = Path(run_dir) / FILE_NAME
@@ -101,14 +101,14 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def comparable(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records without timings (`time/`, `throughput/`): equal for equal runs on CPU."""
+    """The records without timings (`time/`, `throughput/`); on CPU equal runs have equal ones."""
     return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in records]
 
 
 def evaluations(
     records: Iterable[Mapping[str, Any]],
 ) -> list[tuple[int, float, float | None, float | None]]:
-    """(updates done, held-out reward, low, high) of every evaluation, the start policy first."""
+    """(updates before it, held-out reward, low, high) of each evaluation, start policy first."""
     points = []
     for record in records:
         for updates, prefix in ((0, "eval/start_"), (record["step"] + 1, "eval/")):
@@ -121,15 +121,15 @@ def evaluations(
 
 
 def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """(record, its line with newline) of every complete line."""
+    """(record, its line with the newline) of every complete line."""
     lines = path.read_bytes().split(b"\n")
     complete = []
-    for number, line in enumerate(lines[:-1], start=1):  # lines[-1]: what follows the last newline
+    for number, line in enumerate(lines[:-1], start=1):  # lines[-1] follows the last newline
         try:
             record = record_checks.parse(line, METRICS)
         except ValueError as error:
             if number == len(lines) - 1 and not lines[-1]:
-                break  # a torn line whose end is garbage: a crash of the machine, not of the run
+                break  # a crash of the machine may leave garbage at the end of the last line
             raise UserError(
                 f"{path}:{number}: expected one JSON object per line, got {line[:60]!r} ({error}); "
                 "restore the file or start a new run directory"
@@ -139,10 +139,10 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def read_sound(run_dir: Path | str) -> tuple[list[dict[str, Any]], int]:
-    """(records in order, lines left out): for reports, which a damaged line must not end.
+    """(records in order, number of lines left out): for reports, which have to survive damage.
 
-    Left out are lines that are no record, and records that are not later than those before.
-    A torn last line does not count.
+    Lines that are not records are left out, and records whose step is not later than the one
+    before. An incomplete last line is not counted.
     """
     path, records, damaged = Path(run_dir) / FILE_NAME, [], 0
     if not path.exists():
@@ -169,7 +169,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _drop_from(path: Path, resume_step: int) -> None:
-    """Keep the records with step < resume_step: written beside the file, then renamed over it."""
+    """Keep the records with step < resume_step: write a new file and rename it over the old one."""
     kept = []
     if path.exists():
         kept = [(r, line) for r, line in _complete_lines(path) if r["step"] < resume_step]
@@ -177,8 +177,8 @@ def _drop_from(path: Path, resume_step: int) -> None:
     if steps != list(range(resume_step)):
         missing = sorted(set(range(resume_step)) - set(steps))
         warnings.warn(
-            f"{path}: resuming at step {resume_step}, but records are missing or doubled "
-            f"({missing=}); the run goes on, the record keeps the fault",
+            f"{path}: the run goes on at step {resume_step}, but records of earlier steps are "
+            f"missing or repeated ({missing=}); metrics.jsonl stays incomplete",
             stacklevel=3,
         )
     temporary = path.with_name(path.name + ".tmp")
@@ -191,7 +191,7 @@ def _drop_from(path: Path, resume_step: int) -> None:
 
 
 def _clean(value: Any, name: str, bad: list[str]) -> Any:
-    """value as plain JSON; a NaN or infinity becomes None and its name is appended to bad."""
+    """`value` in plain JSON types; NaN and infinities become None and their names are added to `bad`."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Mapping):
@@ -221,9 +221,8 @@ def make_record(
 ) -> dict[str, Any]:
     """One record, ready for json.dumps(allow_nan=False).
 
-    NaN and infinities become null; the names of such values make one alarm, in which timings do
-    not take part (alarms must be equal for equal runs). Raises ValueError for a key that is not
-    `group/name`.
+    NaN and infinities become null, and one alarm names them, except for timings: equal runs must
+    have equal alarms. Raises ValueError for a key that is not `group/name`.
     """
     bad: list[str] = []
     record: dict[str, Any] = {"step": int(step)}
@@ -247,8 +246,8 @@ def _start_number(name: str) -> int:
 class _TensorBoard:
     """Event files in run_dir/tensorboard, in TensorBoard's own record format.
 
-    RecordWriter instead of EventFileWriter: the latter loads TensorFlow where it is installed,
-    puts the host name into the file name, and writes from a thread that a kill -9 cuts off.
+    Uses RecordWriter, since EventFileWriter would load TensorFlow where it is installed, put the
+    host name into the file name, and lose what its thread has not written at a kill -9.
     """
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
@@ -261,13 +260,13 @@ class _TensorBoard:
         directory = run_dir / "tensorboard"
         directory.mkdir(exist_ok=True)
         older = [p.name for p in directory.glob("events.out.tfevents.*")]
-        # TensorBoard reads files in the order of their names: a number that only grows, whatever
-        # the clock does (older versions of sparrow had the time there).
+        # TensorBoard reads files in the order of their names, so each gets a larger number than
+        # those before (older versions of sparrow had the time there).
         number = 1 + max((_start_number(name) for name in older), default=0)
         name = f"events.out.tfevents.{number:010d}.{os.getpid()}.{resume_step}"
         self._records = RecordWriter((directory / name).open("wb"))
         self._add(file_version="brain.Event:2")
-        if older:  # TensorBoard drops what older files say about this and later steps
+        if older:  # tells TensorBoard to drop this and later steps of the older files
             start = events.SessionLog(status=events.SessionLog.START)
             self._add(step=resume_step, session_log=start)
 
@@ -295,7 +294,7 @@ class _TensorBoard:
 def console_line(
     record: Mapping[str, Any], *, total_steps: int, tau: float | None, eta_seconds: float
 ) -> str:
-    """The one line a step; a value the record lacks is shown as '-'."""
+    """The console line of a step; '-' stands for a value that the record does not have."""
 
     def show(key: str, form: str) -> str:
         value = record.get(key)
@@ -318,10 +317,10 @@ def console_line(
 
 
 class MetricsWriter:
-    """Writes a run's record; a context manager.
+    """Writes the record of a run; a context manager.
 
-    run_dir exists. resume_step: the step that is written next; records from it on are dropped
-    first, atomically (a warning names gaps below it). total_steps and tau are for the console.
+    run_dir must exist. resume_step: the step that is written next; records from it on are removed
+    first, atomically, and a warning names gaps below it. total_steps and tau: for the console.
     """
 
     def __init__(
@@ -357,9 +356,9 @@ class MetricsWriter:
         bins: Sequence[Mapping[str, Any]] = (),
         alarms: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Append the record of `step`, on disk when this returns; gives the record back.
+        """Append the record of `step` and return it; it is on disk when this returns.
 
-        Raises ValueError for a step out of turn and for a key that is not `group/name`.
+        Raises ValueError if `step` is not the next one, and for a key that is not `group/name`.
         """
         if step != self._next:
             raise ValueError(f"{step=}: expected step {self._next}, each step exactly once")
@@ -384,7 +383,7 @@ class MetricsWriter:
             self._progress(self._next, self._total)
 
     def close(self) -> None:
-        """Close files and bar; a second call does nothing."""
+        """Close the files and the progress bar; a second call does nothing."""
         self._file.close()
         if self._board:
             self._board.close()

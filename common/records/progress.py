@@ -1,4 +1,4 @@
-"""Progress of long work, for every command: a bar on a terminal, sparse plain lines elsewhere."""
+"""Progress of long work, for every command: a bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from typing import Any, TextIO
 
 _live: list[Any] = []
-"""The rich bar on the terminal, if any: inner work adds a line to it (there is one at most)."""
+"""The rich bar on the terminal, at most one; nested work adds a line to it."""
 
 
 def format_seconds(seconds: float) -> str:
-    """75.2 -> '1m15s', 4000 -> '1h06m', 0.25 -> '0.2s'."""
+    """Seconds in words: 75.2 as '1m15s', 4000 as '1h06m', 0.25 as '0.2s'."""
     if seconds < 10:
         return f"{seconds:.1f}s"
     whole = int(seconds)
@@ -40,10 +40,10 @@ def _start_bar(stream: TextIO) -> Any:
 
 
 class Progress:
-    """Progress of long work: a bar with ETA on a terminal, else a plain line at most every 10 s.
+    """Shows progress: a bar with ETA on a terminal, else a plain line at most every 10 seconds.
 
-    Use: `with Progress("profile") as progress: engine.generate(..., progress=progress)`. Calling it
-    with (done, total) again and again is cheap; a total may change. Bars may be nested.
+    Use: `with Progress("profile") as progress: engine.generate(..., progress=progress)`. A call
+    with (done, total) is cheap, and the total may change. Bars may be nested.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Progress:
             self.print(f"{self._description}: {done}/{total}{eta}")
 
     def print(self, line: str, *, style: str | None = None) -> None:
-        """A line above the bar (or a plain one)."""
+        """Print a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, style=style, markup=False, highlight=False)
         else:
@@ -94,10 +94,10 @@ class Progress:
             if self._owner:
                 _live.pop().stop()
             else:
-                self._bar.refresh()  # shows the last state before the line goes
+                self._bar.refresh()  # shows the last state before the line is removed
                 self._bar.remove_task(self._task)
             self._bar = None
-        elif self._last > self._start:  # said something: say how it ended
+        elif self._last > self._start:  # it printed lines: print a last one
             done, total = self._state
             spent = format_seconds(time.monotonic() - self._start)
             self.print(f"{self._description}: {done}/{total} in {spent}")

@@ -1,4 +1,4 @@
-"""What a line of metrics.jsonl must be: damage must not become a wrong number in a report."""
+"""Checks of a line of metrics.jsonl, so that damage does not become a wrong number in a report."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Collection
 from typing import Any, TypeGuard
 
 LARGEST = 2**53
-"""Of a whole number: beyond it, floats have gaps."""
+"""Largest whole number that is accepted: beyond it floats have gaps."""
 MOST_BINS = 2**15
 _TEXTS = ("alarms", "controller/moves")
 
 
 def parse(line: bytes, numbers: Collection[str]) -> dict[str, Any]:
-    """The record in a line; ValueError says what is wrong. numbers: keys of numbers or null."""
+    """The record in a line; ValueError says what is wrong, for the caller to translate.
+
+    numbers: the keys with a number or null.
+    """
     try:
         record = json.loads(line, parse_constant=_no_constant)
     except RecursionError:
@@ -56,7 +59,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_bin(entry: Any) -> bool:
-    """{"bin": 3, "start": 192, "end": 256, ...}: start = bin * width, end = start + width."""
+    """True for {"bin": 3, "start": 192, "end": 256, ...}, where start = bin x (end - start)."""
     if not isinstance(entry, dict):
         return False
     number, start, end = (entry.get(key) for key in ("bin", "start", "end"))

@@ -1,6 +1,6 @@
-"""A run directory: opened once at a time, tied to one configuration, safe against a half write.
+"""A run directory: used by one process at a time, tied to one configuration, written atomically.
 
-run.lock      held (flock) while a process uses the run; the system drops it, even on kill -9
+run.lock      locked (flock) while a process uses the run; released by the system, even on kill -9
 run.json      marker of a run: command, machine, versions, commit, every start, checksums of the
               files that it depends on
 config.json   the resolved configuration (common/config/overrides.py reads it back)
@@ -34,7 +34,7 @@ MAY_CHANGE = (
     "num_steps", "eval_every", "checkpoint_every", "keep_checkpoints", "name",
     "learner.mesh",  # where a run computes, not what
 )  # fmt: skip
-"""Settings that a resumed run may be given anew; all others would make it another run."""
+"""Settings that may change when a run is resumed; another value of any other refuses the run."""
 
 _KIND = "sparrow-run"
 _LOCK = "run.lock"
@@ -46,7 +46,7 @@ _open_locks: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunDir:
-    """An open run. Close it to let others in. has_work: it had results when it was opened."""
+    """An open run; close it to let others use it. has_work: it had results when it was opened."""
 
     path: Path
     config: Config
@@ -55,15 +55,15 @@ class RunDir:
     _lock: TextIO = dataclasses.field(repr=False)
 
     def keep_files(self, task_files: Iterable[Path]) -> None:
-        """Keep the checksums of the start model's and the task's files in run.json.
+        """Keep the checksums of the files of the start model and the task in run.json.
 
-        UserError, naming the file, if the run has results that were made with other ones.
+        UserError, naming the file, if the run has results that other files led to.
         """
         now = file_sums.sums(self.config.model.path, task_files)
         record = _read_json(self.path / "run.json")
         before = record.get("files")
         if self.has_work and before is None and now:
-            print(f"{self.path}: was started without checksums of its files; kept from now on")
+            print(f"{self.path}: has no checksums of its files yet; they are kept from now on")
         elif self.has_work and before is not None:
             change = file_sums.first_change(before, now)
             if change:
@@ -84,12 +84,11 @@ class RunDir:
 
 
 def open_run(path: str | Path, config: Config, command: str) -> RunDir:
-    """Create the run directory, or re-open it to go on; `command` is `train` or `warmup`.
+    """Create the run directory, or open it again to go on; `command` is `train` or `warmup`.
 
-    A run without any result yet may be opened with another configuration. Refused with a
-    UserError: a file, a directory that cannot be written, one that holds other things, a run of
-    another command or configuration (the differing settings are named), a run that a living
-    process uses.
+    A run that has no result yet may be opened with another configuration. UserError for a file, a
+    directory that cannot be written or that holds other things, a run of another command or
+    configuration (the differing settings are named), and a run that another process uses.
     """
     path = Path(path)
     _refuse_foreign(path)
@@ -112,7 +111,7 @@ def open_run(path: str | Path, config: Config, command: str) -> RunDir:
 
 
 def read_config(path: str | Path) -> Config:
-    """The configuration of an existing run; nothing is locked or written."""
+    """The configuration of an existing run; locks and writes nothing."""
     path = Path(path)
     if not (path / "run.json").is_file() or not (path / "config.json").is_file():
         raise UserError(
@@ -122,9 +121,9 @@ def read_config(path: str | Path) -> Config:
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all: temporary file in the same folder, fsync, rename.
+    """Write a file completely or not at all: a temporary file beside it, fsync, rename.
 
-    A path in the text may have bytes that are no UTF-8: they are written as \\udcff.
+    Bytes of a path in the text that are not UTF-8 are written as escapes (\\udcff).
     """
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -161,7 +160,7 @@ def _refuse_foreign(path: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        if not path.exists():  # something above it is a file: `_lock` says so
+        if not path.exists():  # a folder above it is a file; `_lock` reports that
             return
         raise UserError(
             f"--run={path}: is a file; name a new directory, or a run to go on with"
@@ -201,7 +200,7 @@ def _lock(path: Path) -> TextIO:
 
 
 def _open_lock(path: Path) -> TextIO:
-    """A planted link or pipe must not make us empty, or wait for, what it stands for."""
+    """The lock file, opened such that we neither follow a link nor wait for a pipe in its place."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path / _LOCK, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -211,7 +210,7 @@ def _open_lock(path: Path) -> TextIO:
 
 
 def _flock(lock: TextIO) -> bool:
-    """Take the lock; a moment of patience for what a killed process forked just before it died."""
+    """Take the lock; wait a moment for a child that a killed process has just left behind."""
     give_up = time.monotonic() + LOCK_PATIENCE_SECONDS
     while True:
         try:
@@ -224,7 +223,7 @@ def _flock(lock: TextIO) -> bool:
 
 
 def _drop_locks_in_child() -> None:
-    """A forked worker that outlives its parent must not keep the run locked."""
+    """Close the locks in a forked child, which may live longer than its parent."""
     for lock in list(_open_locks):
         if not lock.closed:
             lock.close()
@@ -232,7 +231,7 @@ def _drop_locks_in_child() -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Temporary files of a writer that was killed; only the holder of the lock may do it."""
+    """Remove temporary files of a writer that was killed; only with the lock held."""
     for file in path.glob("*.tmp"):
         if file.is_symlink() or file.is_file():
             file.unlink()
@@ -251,7 +250,7 @@ def _refuse_other_run(
             f"--run={path}: is a run of `sparrow {old['command']}`; "
             f"name another directory for `sparrow {command}`"
         )
-    if not has_work:  # nothing to protect: the first start stopped before its first result
+    if not has_work:  # there are no results that another configuration could spoil
         return
     stored = _read_json(path / "config.json")
     if stored is None:
@@ -287,7 +286,7 @@ def _has_work(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> Any:
-    """The object in a file of a run; None if there is no such file."""
+    """The JSON object in a file of a run; None if there is no such file."""
     if not path.exists():
         return None
     try:
@@ -297,7 +296,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _session(command: str) -> dict[str, Any]:
-    """Where and with what this start of the run happens."""
+    """Command, machine and versions of this start of the run."""
     return {
         "kind": _KIND,
         "command": command,
@@ -325,7 +324,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file lies in, with "+" if files differ from it."""
+    """The commit of the checkout with this file, with "+" if files differ from it; None outside."""
     folder = Path(__file__).resolve().parent
     try:
         command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
