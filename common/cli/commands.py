@@ -153,14 +153,15 @@ COMMANDS: dict[str, Command] = {
             name="profile",
             summary="measure the acceptance rate by budget and length",
             text="Samples under each budget in mismatch.budgets, replays the same tokens with "
-            "dense attention, and writes statistics of alpha = sum_v min(p_dense, p_sparse) per "
-            "length bin as JSON. With --replay it samples nothing and measures every position "
-            "of a given text: sparrow profile --model=DIR --replay=FILE --bin_tokens=512 --topk=4,12 "
-            "--out=profile.json. With --schedule it measures that schedule instead of uniform "
-            "budgets, and shows its tail beside the one that its profile predicted: early keys, "
-            "computed with a small budget, can lower the tail later on. This works on samples, or "
-            "with --replay on a text: sparrow profile --model=DIR --replay=FILE --schedule=s.json "
-            "--out=check.json. A stopped profile goes on where it was.",
+            "dense attention, and writes statistics of alpha = sum_v min(p_dense, p_sparse) "
+            "per length bin as JSON. With --replay it samples nothing and measures every "
+            "position of a given text: sparrow profile --model=DIR --replay=FILE "
+            "--bin_tokens=512 --topk=4,12,29 --out=profile.json. With --schedule it measures "
+            "that schedule instead of uniform budgets, and shows its tail beside the one that "
+            "its profile predicted: early keys, computed with a small budget, can lower the "
+            "tail later on. This works on samples, or with --replay on a text: sparrow "
+            "profile --model=DIR --replay=FILE --schedule=s.json --out=check.json. A stopped "
+            "profile goes on where it was.",
             example="sparrow profile --config=configs/demo.py --model=runs/warmup/model "
             "--out=runs/profile.json",
             resumes=True,
@@ -356,8 +357,8 @@ COMMANDS: dict[str, Command] = {
             text="decode: dense and sparse decode of the same weights, with 8 sequences of "
             "--context tokens and the pages that the published schedule qwen3-1.7b-0.86 reads "
             "there (256 of 16 tokens at 32K); prints times, GB/s, memory and the number of "
-            "compilations. profile: four budgets at 4,096 tokens against five dense forward passes of "
-            "the model in --model.",
+            "compilations. profile: four budgets at 4,096 tokens against five dense forward "
+            "passes of the model in --model.",
             example="sparrow bench decode",
             run=command_runs.bench,
             flags=(

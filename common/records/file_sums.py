@@ -38,7 +38,7 @@ def file_sum(path: Path) -> str:
 
 
 def sums(model_path: str, task_files: Iterable[Path]) -> dict[str, str]:
-    """Checksums by path of the files of the task and of the start model, if model_path names one."""
+    """Checksums by path of the files of the task and of the start model, if there is one."""
     files = {str(p): p for p in task_files}
     if model_path:
         for pattern in _MODEL_FILES:

@@ -191,7 +191,7 @@ def _drop_from(path: Path, resume_step: int) -> None:
 
 
 def _clean(value: Any, name: str, bad: list[str]) -> Any:
-    """`value` in plain JSON types; NaN and infinities become None and their names are added to `bad`."""
+    """`value` in plain JSON types; NaN and infinities become None, named in `bad`."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Mapping):

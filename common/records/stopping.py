@@ -1,12 +1,12 @@
 """Ctrl-C and SIGTERM: long work stops at a safe point, anything else at once.
 
-A handler that raises does so in whatever frame runs, and Python swallows what is raised inside a
-garbage-collection or weakref callback: the signal would be lost. So, inside `safe_points()`, the
-first signal only sets a flag, and `check()`, called between chunks, batches and steps, raises
-KeyboardInterrupt. A second signal ends the process at once; so does the first one outside.
+A handler that raises does so in any frame, and Python ignores exceptions in garbage-collection and
+weakref callbacks, so that the signal would be lost. Therefore, inside `safe_points()`, the first
+signal only sets a flag, and `check()`, called between chunks, batches and steps, raises
+KeyboardInterrupt. A second signal ends the process at once, as the first one does outside.
 
-Python's own handlers wait while native code runs (a compilation, minutes). Python's C handler does
-not: it writes each signal to a pipe, and a thread counts them there.
+Handlers written in Python have to wait while native code runs, such as a compilation of minutes.
+The C handler of Python does not: it writes each signal to a pipe, where a thread counts them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _pipe: int | None = None
 
 
 def install() -> None:
-    """Take the signals; from the main thread. A shell's background jobs have SIGINT ignored."""
+    """Install the handlers, in the main thread, even if a shell started us with SIGINT ignored."""
     global _pipe, _inside
     _requested.clear()
     _inside = 0
@@ -42,18 +42,18 @@ def install() -> None:
 
 @contextlib.contextmanager
 def safe_points() -> Iterator[None]:
-    """The code inside calls `check` often enough for the first signal to wait for it."""
+    """For code that calls `check` often enough: the first signal waits for the next call."""
     global _inside
     _inside += 1
     try:
         yield
-        check()  # it came after the last point
+        check()  # for a signal after the last safe point
     finally:
         _inside -= 1
 
 
 def check() -> None:
-    """A safe point: KeyboardInterrupt if a signal came."""
+    """A safe point: raises KeyboardInterrupt if a signal has arrived."""
     if _requested.is_set():
         raise KeyboardInterrupt
 
@@ -65,7 +65,7 @@ def _request(number: int, frame: object) -> None:
 
 
 def _count(pipe: int) -> None:
-    """In a thread: the second signal ends the process, even in the middle of native code."""
+    """Body of a thread: the second signal ends the process, even while native code runs."""
     seen = 0
     while numbers := os.read(pipe, 64):
         seen += sum(number in SIGNALS for number in numbers)
@@ -80,7 +80,7 @@ def _end() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child writes its signals to nobody's pipe."""
+    """In a forked child: do not write signals to the pipe of the parent."""
     if _pipe is not None:
         signal.set_wakeup_fd(-1)
 

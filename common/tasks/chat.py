@@ -1,14 +1,14 @@
-"""Text to tokens and back: a tokenizer.json and what lies beside it, as transformers reads them.
+"""Text to tokens and back, by a tokenizer.json and the files beside it, as transformers does it.
 
 With a chat template (chat_template.jinja, or else the one in tokenizer_config.json) messages are
-rendered in the sandbox of transformers with add_generation_prompt. Without one, the format is
+rendered in the sandbox of transformers with add_generation_prompt. Without one the format is
 
     System: Be brief.
     User: What is 2 + 2?
     Assistant:
 
-one line start per message, the role capitalised, and the tokenizer's own special tokens around it.
-Only local files are read, and no code that lies beside them is run.
+with the role of each message capitalised, and the tokenizer's own special tokens around the text.
+Only local files are read; code beside them is never run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "config.json", "generation_config.json",
 )  # fmt: skip
-"""Files beside a tokenizer that decide about tokens, template and stop tokens."""
+"""Files beside a tokenizer that determine tokens, template and stop tokens."""
 Messages = Sequence[Mapping[str, str]]
 RENDER_SECONDS = 10.0
 RENDER_BYTES = 2**30
-"""What a chat template may take for one prompt: usual ones take a millisecond."""
+"""What a chat template may take for one prompt; usual ones take a millisecond."""
 MAX_CHARACTERS = 2**22
-"""Of a prompt: a million tokens, beyond any context; tokenizers take 100 bytes for each."""
+"""Of a prompt: about a million tokens; a tokenizer takes 100 bytes for each."""
 _CLOCK = re.compile(r"\bstrftime_now\s*\(")
 _CLOCK_WITH_FORMAT = re.compile(r"""\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
@@ -46,10 +46,11 @@ _CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextCodec:
-    """tokenizer: of the `tokenizers` library, cuts and pads nothing. hf: the same by transformers.
+    """A tokenizer with its chat template and stop tokens.
 
-    template: source of the chat template, None if there is none. stop_ids: tokens that end a
-    response. pad_id: for those who need one, 0 if the model has none. files: all that were read.
+    tokenizer: object of the `tokenizers` library, without truncation and padding; hf: the same
+    tokenizer as an object of transformers. template: source of the chat template, or None.
+    stop_ids: tokens that end a response. pad_id: 0 if the model has none. files: those read.
     """
 
     tokenizer: Any
@@ -61,10 +62,10 @@ class TextCodec:
     files: tuple[Path, ...] = ()
 
     def render(self, messages: Messages, *, loading: bool = False) -> str:
-        """The prompt as text. Raises UserError if the chat template refuses the messages.
+        """The prompt as text; UserError if the chat template cannot render the messages.
 
-        The template has RENDER_SECONDS and, where nothing else computes in this process
-        (`loading`), RENDER_BYTES.
+        The template may take RENDER_SECONDS. loading: limit its memory to RENDER_BYTES too, which
+        is possible only while nothing else computes in this process.
         """
         if self.template is None:
             lines = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages]
@@ -88,7 +89,7 @@ class TextCodec:
         text = self.render(messages, loading=loading)
         if len(text) > MAX_CHARACTERS:
             raise UserError(
-                f"a prompt of {len(text)} characters, expected at most {MAX_CHARACTERS}; mend the "
+                f"a prompt of {len(text)} characters, expected at most {MAX_CHARACTERS}; correct the "
                 "row or the chat template"
             )
         check_unicode(text)
@@ -97,7 +98,7 @@ class TextCodec:
         return np.asarray(ids, np.int32)
 
     def text(self, tokens: np.ndarray) -> str:
-        """Tokens as text, up to the first stop token; ids outside the vocabulary are left out."""
+        """The text of the tokens before a stop token; ids outside the vocabulary are left out."""
         ids = np.asarray(tokens).reshape(-1)
         stops = np.flatnonzero(np.isin(ids, self.stop_ids))
         ids = ids[: stops[0]] if len(stops) else ids
@@ -109,18 +110,20 @@ class TextCodec:
 def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
     """Read `tokenizer` (a tokenizer.json or its folder), or else the model's.
 
-    date: "2026-01-31", what a chat template gets that asks for today's date; without it such a
-    template is refused when it is used. Stop tokens: see `_stop_ids`.
-    Raises UserError, one line: nothing given, files missing or broken, no stop token.
+    date: e.g. "2026-01-31", given to a chat template that asks for today's date; without it such
+    a template is refused when it is used. Stop tokens: see `_stop_ids`.
+    Raises UserError if neither is given, for missing or damaged files, and without a stop token.
     """
     path = Path(tokenizer or model_path)
     if not (tokenizer or model_path):
-        raise UserError("task.tokenizer is empty and there is no model: name a tokenizer.json")
+        raise UserError("task.tokenizer is empty and there is no model; set it to a tokenizer.json")
     if path.is_dir():
         path = path / "tokenizer.json"
     content = _json(path)
     if "model" not in content:
-        raise UserError(f"{path}: no tokenizer.json of the tokenizers library (no key 'model')")
+        raise UserError(
+            f"{path}: expected a tokenizer.json of the tokenizers library, with a key 'model'"
+        )
     beside = {
         name: _json(file)
         for name in ("tokenizer_config.json", "config.json", "generation_config.json")
@@ -136,7 +139,9 @@ def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
         template = None if hf.chat_template is None else hf.get_chat_template()
         backend.decode(backend.encode("a").ids)
     if not isinstance(template, str | None):
-        raise UserError(f"{path.parent}: chat_template is a {type(template).__name__}, no text")
+        raise UserError(
+            f"{path.parent}: chat_template is a {type(template).__name__}, expected text"
+        )
     vocab_size = 1 + max(vocab.values())
     return TextCodec(
         tokenizer=backend,
@@ -152,24 +157,24 @@ def load_codec(tokenizer: str, model_path: str, date: str = "") -> TextCodec:
 
 
 def require(package: str) -> None:
-    """UserError with the command to run if an optional package is not installed."""
+    """UserError with the command that installs an optional package, if it is missing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{package} is not installed; run: pip install 'sparrow-rl[data]'")
 
 
 def check_unicode(text: str) -> None:
-    """UserError if the text holds half of a surrogate pair: a cut emoji, in JSON still legal."""
+    """UserError for half of a surrogate pair (a cut emoji), which JSON allows."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"text with half of a surrogate pair, {text[error.start]!a}: no Unicode; mend or "
-            "leave out the row"
+            f"text with half of a surrogate pair, {text[error.start]!a}: expected Unicode; correct "
+            "the row or leave it out"
         ) from None
 
 
 def _read(path: Path) -> Any:
-    """The tokenizer by transformers: of a model folder as AutoTokenizer, else the plain class."""
+    """The tokenizer by transformers: AutoTokenizer beside a model, else the plain class."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -189,11 +194,11 @@ def _stop_ids(
     eos_token: str | None,
     vocab: Mapping[str, int],
 ) -> tuple[int, ...]:
-    """The tokens that end a response, sorted: all that one of the files names.
+    """The tokens that end a response, sorted: those that any of the files names.
 
-    eos_token of the tokenizer, and eos_token_id of config.json and of generation_config.json (a
-    number, a list or null), only where a file has the key: classes of transformers have defaults
-    (2 for Llama) that mean nothing in another vocabulary.
+    These are eos_token of the tokenizer, and eos_token_id of config.json and generation_config.json
+    (a number, a list or null). Keys that a file does not have are ignored: the defaults of
+    transformers (2 for Llama) mean nothing in another vocabulary.
     """
     folder = path.parent
     stops = set()
@@ -202,7 +207,9 @@ def _stop_ids(
         with _in_one_line(f"{folder}: damaged list of tokens"):
             known = _tokens(content, added)
         if eos_token not in known:
-            raise UserError(f"{folder}: eos_token {eos_token[:80]!r} is no token of {path.name}")
+            raise UserError(
+                f"{folder}: eos_token {eos_token[:80]!r}: expected a token of {path.name}"
+            )
         stops.add(vocab[eos_token])
     for name in ("config.json", "generation_config.json"):
         found = beside.get(name, {}).get("eos_token_id")
@@ -216,7 +223,7 @@ def _stop_ids(
                 )
             stops.add(stop)
     if not stops:
-        raise UserError(f"{folder}: no stop token; set eos_token in tokenizer_config.json")
+        raise UserError(f"{folder}: has no stop token; set eos_token in tokenizer_config.json")
     return tuple(sorted(stops))
 
 
@@ -229,7 +236,7 @@ def _generation_eos(folder: Path) -> Any:
 
 
 def _tokens(content: Mapping[str, Any], added: Any) -> set[Any]:
-    """Every token that tokenizer.json holds, and those that tokenizer_config.json adds to it."""
+    """Every token of tokenizer.json, and those that tokenizer_config.json adds."""
     model = content["model"]
     vocab = model.get("vocab", ()) if isinstance(model, dict) else ()
     tokens = {entry[0] if isinstance(entry, list) else entry for entry in vocab}
@@ -238,7 +245,7 @@ def _tokens(content: Mapping[str, Any], added: Any) -> set[Any]:
 
 
 def _at_date(template: str, date: str) -> str:
-    """The template with `strftime_now("%d %b %Y")` replaced by what `date` gives."""
+    """The template with each `strftime_now("%d %b %Y")` replaced by `date` in that format."""
     if not date:
         return template
     day = datetime.datetime.strptime(date, "%Y-%m-%d")
@@ -246,22 +253,24 @@ def _at_date(template: str, date: str) -> str:
 
 
 def _refuse_what_changes(template: str) -> None:
-    """A prompt is a function of the run's files: neither the day nor chance may be in it."""
+    """UserError for a template that depends on the date or on chance, since runs must repeat."""
     if _CLOCK.search(template):
         raise UserError(
             "the chat template asks for today's date, so that prompts would change from day to "
             "day; set task.date, e.g. 2026-01-31"
         )
     if _CHANCE.search(template):
-        raise UserError("the chat template makes random text ('random' or 'lipsum'): refused")
+        raise UserError(
+            "the chat template makes random text ('random' or 'lipsum'); use another template"
+        )
 
 
 @contextlib.contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """UserError, one line, from whatever goes wrong in the tokenizer's libraries.
+    """UserError, one line, for any error that the tokenizer libraries raise in the block.
 
-    Damaged files make them raise anything from KeyError to the bare Exception of `tokenizers` and
-    the panics of its Rust code, which are no Exceptions.
+    Damaged files make them raise KeyError, the bare Exception of `tokenizers`, or a panic of its
+    Rust code, which is a BaseException.
     """
     try:
         yield

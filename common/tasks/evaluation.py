@@ -1,4 +1,4 @@
-"""Held-out reward of the dense policy, with an interval."""
+"""The held-out reward of a policy, with its interval."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from common.setup import Parts
 
 EVAL_NOISE_SEED = 20_260_608
-"""Every evaluation draws with the same noise, so that differences are differences of policies."""
+"""All evaluations sample with the same noise, so that only the policies make a difference."""
 
 
 def evaluate(
     parts: Parts, *, num_samples: int = 1, greedy: bool = False, sparse: bool = False
 ) -> dict[str, Any]:
-    """Mean reward on the held-out prompts, decoded densely (`sparse`: with the run's schedule).
+    """Mean reward on the held-out prompts, decoded densely or, if `sparse`, under the schedule.
 
     Keys: reward (avg@k: mean over prompts of the mean over k samples), reward_low, reward_high
-    (95 % bootstrap over prompts; None for one prompt, which has no spread), pass_at_k (share of
-    prompts with a sample of reward 1), num_prompts, num_samples, len_mean, finished.
+    (95 % bootstrap over prompts; None if there is one prompt only), pass_at_k (share of prompts
+    with a sample of reward 1), num_prompts, num_samples, len_mean, finished.
     """
     prompts = parts.prompts.eval_batch(parts.config.task.num_eval_prompts)
     with Progress("evaluation") as progress:
@@ -51,13 +51,13 @@ def evaluate(
 
 
 def due(config: Config, steps_done: int) -> bool:
-    """True every eval_every steps, and after the last."""
+    """True after every eval_every steps, and after the last step."""
     every = config.eval_every
     return every > 0 and (steps_done % every == 0 or steps_done == config.num_steps)
 
 
 def record(parts: Parts, prefix: str = "") -> dict[str, float]:
-    """eval/* of a step, or with prefix "start_" of the start policy; empty if switched off."""
+    """Metrics eval/* of a step, or eval/start_* with prefix "start_"; empty if eval_every is 0."""
     if not parts.config.eval_every:
         return {}
     result = evaluate(parts)
@@ -68,7 +68,7 @@ def record(parts: Parts, prefix: str = "") -> dict[str, float]:
 def bootstrap_interval(
     values: np.ndarray, *, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float] | tuple[None, None]:
-    """95 % percentile bootstrap interval of the mean of independent values; none of one value."""
+    """95 % bootstrap interval of the mean of independent values; (None, None) for one value."""
     if len(values) < 2:
         return None, None
     rng = np.random.default_rng(seed)

@@ -1,9 +1,9 @@
 """Scoring in worker processes, with a hard deadline for every job.
 
-A scorer may hang, crash, or return nonsense, because it reads text that a policy made up. Each job
-runs alone in a worker; a worker past the deadline, or dead, is killed and replaced, its job scores
-0, and no other job notices. The clock of a job starts when a worker starts it, not in the queue.
-A worker is used again only after a job that left nothing behind (common/tasks/grading_worker.py).
+A scorer reads text that a policy made up, so it may hang, crash or return nonsense. Each job runs
+alone in a worker. A worker that dies or exceeds the deadline is replaced; its job scores 0 and no
+other job is affected. The time of a job counts from its start in a worker, not in the queue. A
+worker is used again only after a job that left nothing behind (common/tasks/grading_worker.py).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = ["GraderPool", "Job", "checked_score"]
 _log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""A worker that is not ready by then (imports included) counts as dead."""
+"""A worker that is not ready after this time, imports included, counts as dead."""
 POLL_SECONDS = 0.5
-"""So often the wait for a worker looks whether the run was told to stop."""
+"""While it waits for workers, the pool checks this often whether the run has to stop."""
 MAX_FAILED_STARTS = 3
-"""So many workers in a row that die before they are ready end the run with an error."""
+"""The run ends with an error when this many workers in a row die before they are ready."""
 ANSWER_SECONDS = 10.0
-"""A worker that does not say so soon that it took a job is replaced; the job is given again."""
+"""A worker that does not confirm a job in this time is replaced; the job goes to another."""
 _PROGRAM = Path(grading_worker.__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """scorer: "module:function"; function(answer, response) returns a score in [0, 1]."""
+    """One response to score. scorer: "module:function", called as function(answer, response)."""
 
     scorer: str
     answer: Mapping[str, Any]
@@ -56,10 +56,11 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class _Worker:
-    """job: number of the job it runs, None = idle; limit: monotonic time at which it is killed.
+    """A worker process.
 
-    index: place of that job among the jobs of a call; taken: it said that it has the job; proven:
-    it took one before; text: what it sent of a line that is not complete yet.
+    limit: monotonic time at which it is killed. job: number of its job, None = idle; index: place
+    of that job among the jobs of a call; taken: it has confirmed the job; proven: it has confirmed
+    a job before; text: the beginning of a line that is not complete yet.
     """
 
     process: subprocess.Popen
@@ -78,11 +79,12 @@ class _Worker:
 
 
 class GraderPool:
-    """`num_workers` processes that score jobs; always that many, whatever the scorers do.
+    """`num_workers` processes that score jobs; those that end are replaced.
 
-    deadline_seconds: wall time of one job, from its start on a worker. counts: jobs so far that
-    were `graded`, and of these scored 0 because of a `timeout`, a `crash` of the worker, an `error`
-    raised by the scorer, or an `invalid` score (no number in [0, 1]). Close it, or use `with`.
+    deadline_seconds: wall time of one job, from its start in a worker. counts: jobs so far that
+    were `graded`, and of these the jobs that scored 0 for a `timeout`, a `crash` of the worker, an
+    `error` raised by the scorer, or an `invalid` score, not a number in [0, 1]. Close it, or use
+    `with`.
     """
 
     def __init__(self, num_workers: int, deadline_seconds: float) -> None:
@@ -118,7 +120,7 @@ class GraderPool:
                 num_open -= self._collect(scores, queue)
         finally:
             for worker in [worker for worker in self._workers if worker.job is not None]:
-                self._replace(worker)  # interrupted: what still runs is of no use to anyone
+                self._replace(worker)  # after an interruption: nobody waits for these jobs
         self.counts["graded"] += len(jobs)
         failed = {
             k: n - before[k] for k, n in self.counts.items() if k != "graded" and n > before[k]
@@ -128,7 +130,7 @@ class GraderPool:
         return scores
 
     def close(self) -> None:
-        """End all workers, hung ones too."""
+        """End all workers, also those that hang."""
         self._closed = True
         _end_processes(self._workers)
         self._workers = []
@@ -147,7 +149,7 @@ class GraderPool:
                 continue
             job, number = jobs[queue[0]], next(self._numbers)
             message = pickle.dumps((number, job.scorer, job.answer, job.response))
-            # Idle, it has nothing to say: what it sends now was forged by the last scorer.
+            # An idle worker sends nothing: what it sends now was forged by the last scorer.
             if not _is_silent(worker) or not _send(worker, message):
                 self._replace(worker)
                 continue
@@ -155,7 +157,7 @@ class GraderPool:
             worker.limit = time.monotonic() + ANSWER_SECONDS
 
     def _collect(self, scores: list[float], queue: collections.deque[int]) -> int:
-        """Wait for messages or the next deadline; returns how many jobs came to an end."""
+        """Wait for messages or the next deadline; returns the number of jobs that ended."""
         watched = [worker for worker in self._workers if worker.waited_for]
         timeout = min(min(w.limit for w in watched) - time.monotonic(), POLL_SECONDS)
         handles = {worker.connection: worker for worker in watched}
@@ -170,7 +172,7 @@ class GraderPool:
         return num_ended
 
     def _receive(self, worker: _Worker, scores: list[float], queue: collections.deque[int]) -> int:
-        """Act on the lines that a worker sent; 1 if its job came to an end, well or badly."""
+        """Act on the lines that a worker sent; returns 1 if its job ended, else 0."""
         try:
             text = os.read(worker.connection.fileno(), grading_worker.MAX_LINE)
         except OSError:
@@ -203,7 +205,7 @@ class GraderPool:
             worker.limit = now + self.deadline_seconds
 
     def _end(self, worker: _Worker, message: Mapping[str, Any], scores: list[float]) -> None:
-        """Take the outcome of a job."""
+        """Record the result of a job."""
         worker.job = None
         if message["kind"] == "missing":
             self._replace(worker)
@@ -219,10 +221,10 @@ class GraderPool:
         scores[worker.index] = score or 0.0
 
     def _lose(self, worker: _Worker, reason: str, queue: collections.deque[int]) -> int:
-        """Replace a hung or dead worker; returns 1 if it had a job (which keeps its score of 0).
+        """Replace a hung or dead worker; returns 1 if its job ended with it, with a score of 0.
 
-        A worker that was lost before it took its job was spoilt by an earlier one, or died while it
-        started or imported: the job is given to another one.
+        A worker that is lost before it confirms its job was damaged by an earlier one, or died
+        while it started or imported; then the job goes to another worker.
         """
         num_ended = int(worker.job is not None and worker.taken)
         if not worker.taken:
@@ -230,7 +232,7 @@ class GraderPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RuntimeError(
                     f"{self._failed_starts} grader processes in a row ended before they could "
-                    "score; look for what they or the imports of the scorer wrote above"
+                    "score; read above what they, or the imports of the scorer, printed"
                 )
             if worker.job is not None:
                 queue.appendleft(worker.index)
@@ -258,7 +260,7 @@ class GraderPool:
 
 
 def _is_silent(worker: _Worker) -> bool:
-    """True if it lives and has sent nothing since its last message."""
+    """True if the worker lives and has sent nothing since its last message."""
     try:
         os.read(worker.connection.fileno(), 1)
     except BlockingIOError:
@@ -269,7 +271,7 @@ def _is_silent(worker: _Worker) -> bool:
 
 
 def _send(worker: _Worker, message: bytes) -> bool:
-    """Write without waiting for ever: False if the worker is dead or reads nothing."""
+    """Write a message, for ANSWER_SECONDS at most; False if the worker is dead or reads nothing."""
     rest, limit = memoryview(message), time.monotonic() + ANSWER_SECONDS
     while rest:
         try:
@@ -285,7 +287,7 @@ def _send(worker: _Worker, message: bytes) -> bool:
 
 
 def _parsed(line: bytes, worker: _Worker) -> dict[str, Any] | None:
-    """A message that the worker may send now, else None: a scorer can write anything there."""
+    """The message in a line; None if the worker may not send it now (a scorer can forge lines)."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -307,7 +309,7 @@ def _parsed(line: bytes, worker: _Worker) -> dict[str, Any] | None:
 
 
 def _end_processes(workers: Sequence[_Worker]) -> None:
-    """End workers with all that their scorers started: their supervisors do it."""
+    """End workers; their supervisors end all processes that the scorers started."""
     for worker in workers:
         worker.connection.close()
         worker.process.terminate()

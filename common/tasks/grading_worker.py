@@ -1,21 +1,22 @@
-"""The program of a grader process: run by its path, standard library only, so it starts quickly.
+"""The program of a grader process; it imports the standard library only, to start quickly.
 
     python grading_worker.py FD DEADLINE_SECONDS PARENT_PID
 
-Two processes. The supervisor never runs a scorer; it forks the grader, which does. All that a
-scorer leaves (children, their children, sessions of their own) becomes a child of one of the two
-(PR_SET_CHILD_SUBREAPER), so the supervisor can end it: when the pool says so (SIGTERM), when the
-grader ends, or when the trainer is gone.
+    trainer (GraderPool) -- pipe --> supervisor --fork--> grader --runs--> scorer -> its children
 
-In: pickles, from the trainer. Out: lines of JSON of at most MAX_LINE bytes, never a pickle, because
-a scorer can write into this pipe too:
+The supervisor never runs a scorer. Every process that a scorer leaves behind, in whatever session,
+becomes a child of the grader or the supervisor (PR_SET_CHILD_SUBREAPER), so the supervisor can end
+it: when the pool says so (SIGTERM), when the grader ends, or when the trainer is gone.
+
+The grader reads pickles from the trainer. It answers with lines of JSON of at most MAX_LINE bytes,
+never with pickles, because a scorer can write into this pipe too:
 
     {"kind": "ready"}                               at the start
-    {"kind": "importing" | "started", "job": 7}     its import, its deadline begins
+    {"kind": "importing" | "started", "job": 7}     its import begins, its deadline begins
     {"kind": "done", "job": 7, "score": 0.5, "clean": true}
     {"kind": "error" | "missing", "job": 7, "why": "...", "clean": true}
 
-clean = false: the job left something behind, so the pool starts this worker anew.
+clean = false: the job left something behind, so the pool replaces this worker.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from typing import Any
 
 MAX_LINE = 4096
 MEMORY_BYTES = 4 << 30
-"""Address space that a job may take beyond what the worker had after its imports."""
+"""Address space that a job may use beyond that of the worker after its imports."""
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
 _SHARED = ("builtins", "json", "math", "random", "re", "time")
-"""Modules that scorers share; a worker in which a job put another function there starts anew."""
-_dumps, _write, _getpid = json.dumps, os.write, os.getpid  # as they are before any scorer runs
+"""Modules that scorers share; a worker is replaced if a job changes a function in them."""
+_dumps, _write, _getpid = json.dumps, os.write, os.getpid  # bound before any scorer runs
 
 
 def checked_score(value: Any) -> float | None:
-    """`value` as float if it is a number in [0, 1], else None; True and "0.75" are no numbers."""
+    """`value` as a float if it is a number in [0, 1], else None; True and "0.75" are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -57,7 +58,7 @@ def checked_score(value: Any) -> float | None:
 
 
 def supervise(connection: int, deadline_seconds: float, parent: int) -> None:
-    """Fork the grader and end with it, with the parent, or at SIGTERM; leave no process behind."""
+    """Fork the grader; end with it, with the parent, or at SIGTERM, and leave no process behind."""
     os.set_inheritable(connection, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer to handle
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
@@ -82,7 +83,7 @@ def supervise(connection: int, deadline_seconds: float, parent: int) -> None:
 
 
 def _lives(grader: int) -> bool:
-    """False once the grader has ended; takes note of every other child that has."""
+    """False once the grader has ended; reaps every other child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)[0]) not in (0, grader):
             pass
@@ -91,7 +92,7 @@ def _lives(grader: int) -> bool:
 
 
 def kill_descendants() -> None:
-    """SIGKILL to all children and theirs, until none is left: orphans become our children."""
+    """Kill all descendants, until none is left: orphans become our children."""
     while True:
         for process in _descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -159,7 +160,7 @@ class _Grader:
             result |= {"kind": "error", "why": _words(name, error)}
             clean = not isinstance(error, MemoryError)
         if _getpid() != self._pid:
-            os._exit(0)  # a fork that the scorer left: the answer is the first process's to give
+            os._exit(0)  # a fork that the scorer made; only the first process may answer
         return {**result, "clean": clean and not _has_children() and self._state() == self._before}
 
     def _import(self, number: int, name: str) -> Any:
@@ -177,7 +178,7 @@ class _Grader:
         return scorer
 
     def _state(self) -> tuple:
-        """What a job must leave as it was: functions, timers, threads, folder, output."""
+        """State that a job must not change: functions, timers, threads, folder, output."""
         try:
             functions = [get(names) for names, get in self._functions]
             folder = os.getcwd()
@@ -206,7 +207,7 @@ def _words(name: str, error: Exception) -> str:
 
 
 def _limit_memory() -> None:
-    """Let a job that takes MEMORY_BYTES more than what is in use now get a MemoryError."""
+    """Limit the address space: MEMORY_BYTES more than is in use now; a job gets MemoryError."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -215,7 +216,7 @@ def _limit_memory() -> None:
 
 
 def _limit_cpu(deadline_seconds: float) -> None:
-    """Let the system end this process if it computes far past the deadline and nobody kills it."""
+    """Let the system end this process if it computes long after the deadline and is not killed."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(usage.ru_utime + usage.ru_stime + deadline_seconds) + 30
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

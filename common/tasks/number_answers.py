@@ -1,8 +1,8 @@
-"""Answers that are numbers: read from a row's ground truth and from the end of a response.
+"""Answers that are numbers: read from the ground truth of a row and from the end of a response.
 
-A plain number (72, 1,234.5, -3, 1e3) is compared exactly and at once. What else has digits in it
-(1/2, \\frac{1}{2}, 3 \\times 10^2) is an expression: a worker decides with math-verify whether it
-equals the truth (common/tasks/number_expressions.py).
+A plain number (72, 1,234.5, -3, 1e3) is compared exactly and at once. Other text with digits (1/2,
+\\frac{1}{2}, 3 \\times 10^2) is an expression: a worker decides with math-verify whether it equals
+the truth (common/tasks/number_expressions.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPRESSION = 200
 def truth_number(truth: Any) -> str:
     """The number of a ground truth, e.g. 72, "1,234.5" or GSM8K's "... #### 72", as "1234.5".
 
-    Raises UserError for whatever is no plain number: a list, a fraction, an exponent.
+    Raises UserError for anything else, such as a list, a fraction or an exponent.
     """
     if isinstance(truth, (str, int, float, Decimal)) and not isinstance(truth, bool):
         match = _TRUTH.fullmatch(str(truth).rpartition("####")[2].strip())
@@ -44,11 +44,11 @@ def truth_number(truth: Any) -> str:
 
 
 def final_number(text: str) -> Decimal | str | None:
-    """What a response ends on: a number, an expression to be evaluated, or None.
+    """The answer at the end of a response: a number, an expression to be evaluated, or None.
 
-    Final: after the last "####", else in the last \\boxed{...}, else the last word with a digit.
-    Only the last 4,000 characters are looked at. 1,000 = 1000 = 1000.0; $ and % are ignored. Of
-    several numbers in that place the first counts ("7 of 9"), unless they are one expression.
+    It is taken after the last "####", else from the last \\boxed{...}, else it is the last word
+    with a digit; only the last 4,000 characters are searched. 1,000 = 1000 = 1000.0; $ and % are
+    ignored. Of several numbers there the first counts ("7 of 9"), unless they are one expression.
     """
     text = text[-_TAIL:].replace("\u2212", "-")
     _, marked, rest = text.rpartition("####")
@@ -68,7 +68,7 @@ def final_number(text: str) -> Decimal | str | None:
 
 
 def number_job(answer: Mapping[str, Any], text: str) -> Job | None:
-    """Job for a response that ends on an expression; None if `score_number` decides at once."""
+    """The job for a response that ends with an expression; None if `score_number` can decide."""
     found = final_number(text)
     if isinstance(found, str):
         return Job(scorer="common.tasks.number_expressions:score", answer=answer, response=found)
@@ -76,13 +76,13 @@ def number_job(answer: Mapping[str, Any], text: str) -> Job | None:
 
 
 def score_number(answer: Mapping[str, Any], text: str) -> float:
-    """1 if the response ends on the plain number answer["number"] exactly, else 0."""
+    """1 if the response ends with exactly the plain number answer["number"], else 0."""
     found = final_number(text)
     return float(isinstance(found, Decimal) and found == Decimal(answer["number"]))
 
 
 def _in_braces(text: str) -> str:
-    """`text` up to the brace that closes one opened before it; all of it if none does."""
+    """`text` up to the brace that closes an opening brace before it; all of it without one."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")

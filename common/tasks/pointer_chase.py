@@ -1,13 +1,13 @@
 """Pointer chasing: a verifiable task with its own tokens that needs long-range attention.
 
 The prompt states a table of facts "key -> value" in random order and asks for the chain that starts
-at one key; the response walks it, one hop at a time, until a fact says `end`.
+at one key; the response follows it, one hop at a time, until a fact says `end`.
 
     <bos> . .  c>d  a>b ; b>c ; d>end ;  ? a        (four facts, header of two fillers)
     a>b ; b>c ; c>d ; d>end ; <eos>
 
-Every value in the response is a look-up anywhere in the prompt: one missed page spoils the chain.
-Facts beside the chain are decoys (chains of their own).
+Every value in the response has to be looked up somewhere in the prompt: one missed page spoils the
+answer. Facts that are not on the chain are decoys, and form chains of their own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NAMES = ("<pad>", "<bos>", "<eos>", "?", "end", ";", ">", ".")
 class PointerChase:
     """The task; every field is an option of `TaskConfig.args`.
 
-    num_symbols: different keys. shared_values: values are written with the key's own token (True),
+    num_symbols: number of keys. shared_values: a value is written with the token of the key (True),
     or with a second token per symbol (False), which makes the look-up easier to learn.
-    min_entries, max_entries: facts in a prompt, drawn uniformly. chain_low, chain_high: share of
-    the facts that lie on the asked chain. header_tokens: tokens before the first fact (<bos> and
+    min_entries, max_entries: facts in a prompt, uniformly distributed. chain_low, chain_high: share
+    of the facts that lie on the asked chain. header_tokens: tokens before the first fact (<bos> and
     filler).
-    fact_repeats: times that `key value` is written within one fact; fact_copies: times that the
-    whole table is stated, each in an order of its own; fact_fillers: filler tokens after each fact.
-    hop_repeats: times that `key value` is written within one hop of the response. arrow_tokens:
+    fact_repeats: how often `key value` is written in a fact; fact_copies: how often the whole table
+    is stated, each time in another order; fact_fillers: filler tokens after each fact.
+    hop_repeats: how often `key value` is written in a hop of the response. arrow_tokens:
     tokens between key and value; separator_tokens: tokens after each fact and hop.
     partial_credit: see `score`. Raises UserError for settings that no prompt can meet.
     """
@@ -96,7 +96,7 @@ class PointerChase:
 
     @property
     def hop_tokens(self) -> int:
-        """Response tokens of one hop."""
+        """Number of response tokens in one hop."""
         return self.hop_repeats * (2 + self.arrow_tokens) + self.separator_tokens
 
     @property
@@ -113,7 +113,7 @@ class PointerChase:
 
     @property
     def max_response_tokens(self) -> int:
-        """Length of the longest right response, <eos> included."""
+        """Length of the longest correct response, <eos> included."""
         return self._chain_range(self.max_entries)[1] * self.hop_tokens + 1
 
     @property
@@ -132,11 +132,11 @@ class PointerChase:
     def demonstration(
         self, rng: np.random.Generator, min_entries: int, max_entries: int, noise: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A problem and a written-out answer, for the supervised start.
+        """A problem with its answer written out, for supervised warm-up.
 
         Each look-up is wrong with probability `noise` (a random symbol of the table, or in one of
-        ten cases `end`); the walk goes on from where it then stands and ends at `end`, or at the
-        length of the true chain. Returns prompt int32 [P], response int32 [R], decisions bool [R]:
+        ten cases `end`); the walk goes on from there, until `end` or until it is as long as the
+        true chain. Returns prompt int32 [P], response int32 [R], decisions bool [R]:
         True at the first statement of each hop's value, the tokens that need a look-up.
         """
         prompt, chain, following = self._problem(rng, min_entries, max_entries)
@@ -149,7 +149,7 @@ class PointerChase:
         return prompt, self.response(hops), decisions
 
     def response(self, hops: Sequence[tuple[int, int | None]]) -> np.ndarray:
-        """Tokens of a walk, (symbol, next symbol or None = end) each, and <eos>; int32."""
+        """Tokens of a walk of hops (symbol, next symbol or None = end), then <eos>; int32."""
         tokens: list[int] = []
         for symbol, target in hops:
             tokens += self._pair(symbol, target) * self.hop_repeats
@@ -159,7 +159,7 @@ class PointerChase:
     def stated_before(self, prompt: np.ndarray) -> np.ndarray:
         """True at prompt tokens that are the value of a fact which was stated before; bool [P].
 
-        Only these tokens of a prompt can be predicted; the supervised start may train on them.
+        Only these tokens of a prompt can be predicted, so warm-up may train on them.
         """
         prompt, offset = np.asarray(prompt), 1 + self.arrow_tokens
         mask, seen = np.zeros(len(prompt), bool), set()
@@ -173,12 +173,12 @@ class PointerChase:
         return mask
 
     def score(self, answer: Mapping[str, Any], response: np.ndarray) -> float:
-        """1 for a right answer, else 0 (or partial credit); in [0, 1], whatever the response is.
+        """1 for a correct answer, else 0 or partial credit; in [0, 1] for any response.
 
-        Right: the response ends in <eos>, has as many tokens as the true walk, and its last hop is
-        the true one (the answer alone is judged, not the way there). partial_credit: a response
-        that ends, but is not right, gets min(h, n - 1) / n, with h the hops before the first wrong
-        one and n the hops of the chain. A response without <eos> is worth 0.
+        A response is correct if it ends with <eos>, has as many tokens as the true walk, and its
+        last hop is the true one; the hops before are not judged. With partial_credit, another
+        response with <eos> gets min(h, n - 1) / n, where h hops precede the first wrong one and n
+        is the length of the chain. A response without <eos> gets 0.
         """
         chain = [int(symbol) for symbol in answer["chain"]]
         truth = self.response(list(zip(chain, [*chain[1:], None], strict=True)))
@@ -197,14 +197,14 @@ class PointerChase:
         return min(right, len(chain) - 1) / len(chain)
 
     def job(self, answer: Mapping[str, Any], response: np.ndarray) -> None:
-        """None: `score` is pure and quick, no worker process is needed."""
+        """None: `score` is pure and quick, so that no worker is needed."""
 
     def text(self, tokens: np.ndarray) -> str:
         """Tokens for people to read: keys k0 k1 ..., values v0 v1 ..., <n?> if unknown."""
         return " ".join(self._word(int(token)) for token in np.asarray(tokens).reshape(-1))
 
     def tokens(self, text: str) -> np.ndarray:
-        """Inverse of `text`, int32; UserError names the first unknown word."""
+        """The inverse of `text`, int32; UserError names the first unknown word."""
         ids = []
         for word in text.split():
             number = (
@@ -214,7 +214,9 @@ class PointerChase:
             if word in _NAMES:
                 ids.append(_NAMES.index(word))
             elif first < 0 or first >= self.vocab_size or not 0 <= number < self.num_symbols:
-                raise UserError(f"{word=}: no token of {self.name} with {self.num_symbols} symbols")
+                raise UserError(
+                    f"{word=}: expected a token of {self.name} with {self.num_symbols} symbols"
+                )
             else:
                 ids.append(first + number)
         return np.asarray(ids, np.int32)
@@ -231,14 +233,14 @@ class PointerChase:
         return [NUM_SPECIAL + int(symbol), *[ARROW] * self.arrow_tokens, value]
 
     def _chain_range(self, num_entries: int) -> tuple[int, int]:
-        """Smallest and largest number of hops with that many facts."""
+        """Smallest and largest number of hops in a table of `num_entries` facts."""
         low = min(num_entries, max(2, int(self.chain_low * num_entries)))
         return low, max(low, int(self.chain_high * num_entries))
 
     def _problem(
         self, rng: np.random.Generator, min_entries: int, max_entries: int
     ) -> tuple[np.ndarray, np.ndarray, dict[int, int | None]]:
-        """Prompt tokens int32, symbols of the asked chain, and the whole table."""
+        """(prompt tokens int32, symbols of the asked chain, the whole table)."""
         if not 2 <= min_entries <= max_entries <= self.num_symbols:
             raise UserError(
                 f"{min_entries=}, {max_entries=}: expected 2 <= min <= max <= {self.num_symbols=}"
@@ -272,7 +274,7 @@ class PointerChase:
 def _noisy_walk(
     rng: np.random.Generator, chain: np.ndarray, following: Mapping[int, int | None], noise: float
 ) -> list[tuple[int, int | None]]:
-    """A walk with wrong look-ups; at most as many hops as the chain has."""
+    """A walk with look-ups that are wrong with probability `noise`; at most as long as `chain`."""
     symbols, at, hops = list(following), int(chain[0]), []
     for _ in range(len(chain)):
         target = following[at]

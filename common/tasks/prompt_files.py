@@ -4,12 +4,12 @@ The scorer of a row is chosen by data_source:
 
     pointer_chase               content: the text of a prompt as `PointerChase.text` writes it;
                                 ground_truth: {"chain": [12, 5, ...]}; every row has to be one
-    gsm8k, .../gsm8k            the number that a response ends on; ground_truth: "72" or
+    gsm8k, .../gsm8k            the number at the end of a response; ground_truth: "72" or
                                 "... #### 72"
     reasoning_gym:NAME          ground_truth: the generator's entry {"answer", "metadata", ...};
                                 the prompt has to ask for <answer>...</answer>
 
-The whole file is read and checked when the task is made.
+The whole file is read and checked when the task is built.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from common.types import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTask:
-    """A finite set of problems; row `index` is the same whatever the seed.
+    """A finite set of problems; the seed has no influence on row `index`.
 
-    prompts: one per row, prompt_id = row number from 0 among the rows that were kept; num_dropped
-    others were longer than `max_prompt_tokens` allows. codec: None for pointer_chase files, which
-    use the tokens of `chase`. Raises UserError, one line with the row, for rows it cannot use.
+    prompts: one per row; prompt_id is the row's number, from 0, among the rows that are kept.
+    num_dropped: rows left out because they are longer than `max_prompt_tokens`. codec: None for
+    pointer_chase files, which use the tokens of `chase`.
     """
 
     name: str
@@ -53,12 +53,12 @@ class FileTask:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The data file, then the tokenizer's files."""
+        """The data file, then the files of the tokenizer."""
         return (Path(self.name), *(self.codec.files if self.codec else ()))
 
     @property
     def _reader(self) -> TextCodec | PointerChase:
-        """What turns tokens into text and back."""
+        """The codec or the task that turns tokens into text and back."""
         reader = self.codec or self.chase
         assert reader is not None, "one of the two is always there"
         return reader
@@ -88,7 +88,7 @@ class FileTask:
         return self.prompts[index]
 
     def job(self, answer: Mapping[str, Any], response: np.ndarray) -> Job | None:
-        """Job of a row that needs a worker, None if `score` does it at once."""
+        """The job of scoring in a worker; None if `score` can be called here."""
         if self.codec is None:
             return None
         if "generator" in answer:
@@ -96,7 +96,7 @@ class FileTask:
         return number_job(answer, self.codec.text(response))
 
     def score(self, answer: Mapping[str, Any], response: np.ndarray) -> float:
-        """Score of one response in [0, 1], by the row's scorer."""
+        """Score of one response in [0, 1], by the scorer of the row."""
         if self.chase is not None:
             return self.chase.score(answer, response)
         assert self.codec is not None and self.deadline_seconds is not None
@@ -109,7 +109,7 @@ class FileTask:
         return self._reader.text(tokens)
 
     def describe(self, eval_seed: int) -> list[str]:
-        """Lines for the console: how the rows are used, and what is odd about that."""
+        """Lines for the console: how the rows are used, and warnings about duplicate rows."""
         train, held_out, profile = split_rows(self.num_items, eval_seed)
         dropped = f" ({self.num_dropped} more are too long and left out)" * bool(self.num_dropped)
         lines = [
@@ -142,7 +142,7 @@ def split_rows(num_rows: int, eval_seed: int) -> tuple[np.ndarray, np.ndarray, n
 def load_file_task(
     config: TaskConfig, model_path: str, max_prompt_tokens: int | None = None
 ) -> FileTask:
-    """Read, check and tokenize the file `config.name`; UserError, one line, names the row."""
+    """Read, check and tokenize the file `config.name`; UserError names the first bad row."""
     path = Path(config.name)
     if not path.is_file():
         raise UserError(f"task.name={config.name!r}: no such file")
@@ -155,7 +155,9 @@ def load_file_task(
         if codec is None and chase is None:
             codec, chase = _reader(config, model_path, is_chase)
         elif is_chase != (chase is not None):
-            raise UserError(f"{row.where}: a file holds either pointer_chase rows or text")
+            raise UserError(
+                f"{row.where}: expected only pointer_chase rows or only text rows in a file"
+            )
         prompt = _prompt(row, len(prompts), codec, chase)
         if max_prompt_tokens is not None and len(prompt.tokens) > max_prompt_tokens:
             if not config.drop_long_prompts:
@@ -183,11 +185,13 @@ def load_file_task(
 def _reader(
     config: TaskConfig, model_path: str, is_chase: bool
 ) -> tuple[TextCodec | None, PointerChase | None]:
-    """What turns the rows of a file into tokens: one of the two."""
+    """(codec, None) for a file of text rows, (None, task) for one of pointer_chase rows."""
     if is_chase:
         return None, make_chase(dataclasses.replace(config, drop_long_prompts=False))
     if config.args:
-        raise UserError(f"task.args={config.args}: a text file takes no options")
+        raise UserError(
+            f"task.args={config.args}: has no effect on a file of text rows; leave it out"
+        )
     return load_codec(config.tokenizer, model_path, config.date), None
 
 
@@ -216,14 +220,18 @@ def make_chase(config: TaskConfig) -> PointerChase:
             near = difflib.get_close_matches(key, known, 1, 0.0)[0]
             raise UserError(f"task.args: unknown option {key!r}; did you mean {near!r}?")
     if config.date or config.drop_long_prompts:
-        raise UserError("task.date, task.drop_long_prompts: pointer_chase has no use for them")
+        raise UserError(
+            "task.date, task.drop_long_prompts: have no effect on pointer_chase; leave them out"
+        )
     if config.tokenizer:
-        raise UserError(f"task.tokenizer={config.tokenizer!r}: pointer_chase has its own tokens")
+        raise UserError(
+            f"task.tokenizer={config.tokenizer!r}: has no effect, pointer_chase has its own tokens"
+        )
     return PointerChase(**config.args)
 
 
 def _answer(row: Row, chase: PointerChase | None) -> dict[str, Any]:
-    """Answer of a row in the form its scorer takes."""
+    """The answer of a row, in the form that its scorer takes."""
     source, truth = row.source, row.truth
     if chase is not None:
         chain = truth.get("chain") if isinstance(truth, dict) else None

@@ -23,7 +23,7 @@ _COLUMNS = ("data_source", "prompt", "reward_model")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """where: file and line, for errors. truth: reward_model.ground_truth."""
+    """A checked row. where: file and line, for errors; truth: reward_model.ground_truth."""
 
     where: str
     source: str
@@ -32,13 +32,13 @@ class Row:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Every row of the file in its order; UserError, one line, names the first bad one."""
+    """The rows of a file, in order; UserError names the first bad one."""
     read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
     for where, row in read(path):
         try:
             yield _checked(where, row)
         except RecursionError:
-            raise UserError(f"{where}: nested too deep") from None
+            raise UserError(f"{where}: nested too deeply") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -53,7 +53,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             try:
                 yield where, json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:  # 5,000 digits: a plain ValueError
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # a number of 5,000 digits is a ValueError
                 raise UserError(f"{where}: not a JSON object ({error})") from None
 
 

@@ -1,11 +1,11 @@
-"""Which problems a step sees: a pure function of (seed, step); resuming needs only the step.
+"""The prompts of each step: a pure function of (seed, step), so resuming needs only the step.
 
 Endless tasks: training, evaluation and profile prompts come from three streams of the task, by
 `task.seed`, `task.eval_seed` and a seed derived from it. Files: the rows are ordered by a hash of
 (eval_seed, row number); the first tenth, at least one row, is held out for evaluation, the next
 tenth for profiles, the rest is trained on. An epoch is a permutation of the training rows by (seed,
-epoch); what does not fill a whole step at its end is left out (other rows in every epoch). Of
-a problem that a file states twice, `FileTask.describe` tells.
+epoch); rows at its end that do not fill a step are left out (different ones in every epoch).
+`FileTask.describe` warns of problems that a file states twice.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _END_IDS = 2**31
 
 
 class PromptSource:
-    """Prompts of a run. prompt_ids are stable, and unique over training, evaluation and profile.
+    """Prompts of a run; prompt_ids are unique over training, evaluation and profile.
 
-    Raises UserError, one line: prompts longer than rollout.max_prompt_tokens, empty prompts, files
-    with fewer training rows than a step takes.
+    Raises UserError for prompts that are empty or longer than rollout.max_prompt_tokens, and for a
+    file with fewer training rows than a step takes.
     """
 
     def __init__(self, task: Task, config: TaskConfig, rollout: RolloutConfig) -> None:
@@ -51,7 +51,7 @@ class PromptSource:
                 )
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of training step `step` (from 0); always rollout.prompts_per_step."""
+        """The rollout.prompts_per_step prompts of training step `step`, from 0."""
         if step < 0:
             raise ValueError(f"{step=}: expected at least 0")
         first = step * self._per_step
@@ -65,11 +65,11 @@ class PromptSource:
         return [self._row(row) for row in order[first : first + self._per_step]]
 
     def eval_batch(self, n: int) -> list[Prompt]:
-        """The first n held-out prompts, always the same; of a file, as many as it has."""
+        """The first n held-out prompts, always the same; fewer if a file has fewer."""
         return self._held_out(1, n, EVAL_IDS, PROFILE_IDS)
 
     def fewer_held_out(self, n: int) -> str | None:
-        """One line if `eval_batch(n)` has fewer than n prompts: how many, and why."""
+        """A line that says how many prompts `eval_batch(n)` has, if they are fewer than n."""
         have = n if self.task.num_items is None else len(self._rows[1])
         if have >= n:
             return None

@@ -1,9 +1,9 @@
 """Tasks of the package reasoning-gym (0.1.25), by name: `reasoning_gym:<generator>`.
 
-A problem is the generator's question as one user message; the answer is what stands between the
+A problem is the question of the generator as one user message; the answer is the text between the
 last <answer> and </answer>. Without the tag there is no reward. Scorers run in worker processes
-with a deadline (common/tasks/grading.py). Some evaluate the response as code or hang on it; they
-are refused.
+with a deadline (common/tasks/grading.py). Generators with a scorer that evaluates the response as
+code, or hangs on some responses, are refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ INSTRUCTION = "Give the final answer between <answer> and </answer>."
 ITEMS_PER_STREAM = 2**20
 NUM_STREAMS = 2**12
 
-_EVALUATES = "its scorer evaluates the response as code, or hangs on it; that needs the sandbox"
-_NO_JSON = "its scorer needs Python tuples, which an answer in JSON loses"
+_EVALUATES = "its scorer evaluates the response as code or hangs on some; it would need a sandbox"
+_NO_JSON = "its scorer needs Python tuples, which JSON does not have"
 REFUSED = {
     **dict.fromkeys(
         (
@@ -49,7 +49,7 @@ REFUSED = {
     "rearc": _NO_JSON,
     "composite": "it is a mixture of others; name one of them",
 }
-"""generator -> why it is not offered."""
+"""Generators that are not offered, with the reason."""
 _FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
     RuntimeError, TypeError, ValueError,
@@ -59,15 +59,15 @@ _FAILURES = (
 def stream(seed: int) -> int:
     """First item seed of the stream `seed`: (seed mod 2^12) * 2^20; items have seed + index.
 
-    Item `index` of a reasoning-gym data set is Random(seed + index), so streams of near-by seeds
-    overlap. Here two streams either are the same or have no item in common.
+    Item `index` of a reasoning-gym data set comes from Random(seed + index), so data sets with
+    neighbouring seeds overlap. Two streams are either equal or have no item in common.
     """
     return seed % NUM_STREAMS * ITEMS_PER_STREAM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReasoningTask:
-    """One generator. args: fields of its configuration, other than seed and size."""
+    """One generator. args: fields of its configuration, except seed and size."""
 
     generator: str
     codec: TextCodec
@@ -114,11 +114,11 @@ class ReasoningTask:
         )
 
     def job(self, answer: Mapping[str, Any], response: np.ndarray) -> Job:
-        """What a worker has to do to score the response."""
+        """The job of scoring the response in a worker."""
         return make_job(answer, self.codec.text(response))
 
     def score(self, answer: Mapping[str, Any], response: np.ndarray) -> float:
-        """Score of one response, from a worker of its own (slow; many: `tasks.score`)."""
+        """Score of one response in a worker of its own; slow, for many use `registry.score`."""
         with GraderPool(1, self.deadline_seconds) as pool:
             return pool.score([self.job(answer, response)])[0]
 
@@ -129,13 +129,13 @@ class ReasoningTask:
 def make_answer(
     generator: str, args: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The answer of a Prompt: plain JSON types, whatever the generator put into its entry."""
+    """The answer of a Prompt; the entry of the generator is converted to plain JSON types."""
     entry = json.loads(json.dumps(dict(entry), default=str))
     return {"generator": generator, "args": dict(args), "entry": entry}
 
 
 def make_job(answer: Mapping[str, Any], text: str) -> Job:
-    """Job for a grader pool; `text` is the response."""
+    """The job for a grader pool of scoring the response `text`."""
     return Job(
         scorer="common.tasks.reasoning_scorer:score_entry",
         answer=answer,
@@ -146,14 +146,14 @@ def make_job(answer: Mapping[str, Any], text: str) -> Job:
 def final_answer(text: str) -> str | None:
     """Text between the last <answer> and the </answer> after it, stripped; None without a tag.
 
-    A response that commits to nothing would else earn a share by naming many answers.
+    Without the tag, a response could earn a share of the reward by naming many answers.
     """
     _, opened, rest = text.rpartition("<answer>")
     return rest.partition("</answer>")[0].strip() if opened else None
 
 
 def score_entry(answer: Mapping[str, Any], response: str | None) -> float:
-    """The generator's own score, 0 if there is no response.
+    """The score by the generator's own scorer, 0 if there is no response.
 
     Runs in a worker process only: it may hang or raise.
     """
@@ -164,10 +164,10 @@ def score_entry(answer: Mapping[str, Any], response: str | None) -> float:
 
 
 def check_scorer(answer: Mapping[str, Any]) -> None:
-    """UserError, one line, if the scorer fails on the right answer itself.
+    """UserError if the scorer fails on the right answer itself.
 
-    A package that is missing, or metadata that a row lacks, would else be a silent 0 for every
-    response.
+    Otherwise a missing package, or metadata that a row lacks, would silently score every response
+    0.
     """
     try:
         score_entry(answer, answer["entry"]["answer"])
@@ -180,7 +180,7 @@ def check_scorer(answer: Mapping[str, Any]) -> None:
 
 
 def check_generator(generator: str, args: Mapping[str, Any]) -> None:
-    """UserError, one line: unknown or refused generators, unknown or impossible options."""
+    """UserError for unknown or refused generators, and for unknown or impossible options."""
     if generator in REFUSED:
         raise UserError(f"task {PREFIX}{generator} is not offered: {REFUSED[generator]}")
     require("reasoning_gym")

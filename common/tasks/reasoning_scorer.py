@@ -1,4 +1,4 @@
-"""What grader processes import: reasoning_gym takes seconds, which no job's deadline should pay."""
+"""Imported by grader processes before a deadline begins: reasoning_gym takes seconds to import."""
 
 import reasoning_gym  # noqa: F401
 

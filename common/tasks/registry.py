@@ -1,4 +1,4 @@
-"""Tasks by name, and scoring of a rollout.
+"""Tasks by name, and the scoring of a rollout.
 
 pointer_chase               common/tasks/pointer_chase.py; its own tokens
 reasoning_gym:<generator>   common/tasks/reasoning.py; needs a tokenizer
@@ -28,11 +28,11 @@ from common.types import Prompt, Rollout
 class Task(Protocol):
     """A source of problems with a scorer.
 
-    num_items: number of problems, None = endless. max_prompt_tokens: None = not known beforehand.
+    num_items: number of problems, None = endless. max_prompt_tokens: None = unknown beforehand.
     deadline_seconds: of one job; None if the task never makes jobs.
-    files: every file its prompts and answers were made from; a run is a function of their content.
-    Tasks that can write answers also have `demonstration`, and those that know how short a response
-    with a reward can be `min_response_tokens` (see PointerChase).
+    files: every file that prompts and answers are made from; a run depends on their content.
+    A task that can write answers also has `demonstration`. A task that knows the length of the
+    shortest response with a reward also has `min_response_tokens` (see PointerChase).
     """
 
     @property
@@ -57,7 +57,7 @@ class Task(Protocol):
         ...
 
     def job(self, answer: Mapping[str, Any], response: np.ndarray) -> Job | None:
-        """Job for a grader pool; None if `score` is pure and quick and can be called here."""
+        """The job for a grader pool; None if `score` is pure and quick and can be called here."""
         ...
 
     def score(self, answer: Mapping[str, Any], response: np.ndarray) -> float:
@@ -75,7 +75,7 @@ def build_task(
     """The task that `config.name` names; text tasks take the model's tokenizer if none is given.
 
     max_prompt_tokens: longer rows of a file are refused, or left out (`config.drop_long_prompts`).
-    Raises UserError, one line, for unknown names (nearest offered), options and bad files.
+    Raises UserError for unknown names (with the nearest one), unknown options and bad files.
     """
     name = config.name
     stream_seeds(config)
@@ -96,7 +96,7 @@ def build_task(
             codec=load_codec(config.tokenizer, model_path, config.date),
             deadline_seconds=config.deadline_seconds,
         )
-        task.codec.encode([{"role": "user", "content": "?"}], loading=True)  # see its template run
+        task.codec.encode([{"role": "user", "content": "?"}], loading=True)  # try the template
         reasoning.check_scorer(task.prompt(config.seed, 0).answer)
         return task
     if name.endswith(SUFFIXES):
@@ -109,7 +109,7 @@ def build_task(
 
 
 def stream_seeds(config: TaskConfig) -> tuple[int, int, int]:
-    """Seeds of training, evaluation and profile prompts, all different."""
+    """Seeds of the training, evaluation and profile prompts, all different."""
     profile = config.eval_seed + (2 if config.seed == config.eval_seed + 1 else 1)
     return config.seed, config.eval_seed, profile
 
@@ -117,8 +117,8 @@ def stream_seeds(config: TaskConfig) -> tuple[int, int, int]:
 def score(task: Task, rollout: Rollout, pool: GraderPool | None = None) -> np.ndarray:
     """Rewards float32 [B] in [0, 1], one per row of the rollout.
 
-    Rows that need a worker go through `pool`, or through one that lives for this call (a second or
-    more to start). Scores that are no number in [0, 1] count as 0.
+    Rows that need a worker go through `pool`, or without one through a pool for this call, which
+    takes a second or more to start. A score that is not a number in [0, 1] counts as 0.
     """
     num_rows = len(rollout.prompts)
     rewards = np.zeros(num_rows, np.float32)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from common.config import Config, MismatchConfig, RolloutConfig
-from common.errors import UserError
 from common.records.metrics import MetricsWriter
 from common.report.report import bench_table, write_report
 from tests.common.report.test_report_runs import write_records
@@ -243,7 +242,7 @@ def test_differing_settings_come_first(pair):
 
 @pytest.mark.parametrize("missing", [[], ["nowhere"]])
 def test_no_run_is_one_clear_line(tmp_path, missing):
-    with pytest.raises(UserError, match="expected"):
+    with pytest.raises(ValueError, match="expected"):
         write_report([tmp_path / name for name in missing], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 

@@ -71,7 +71,7 @@ def test_broken_tokenizers_get_one_line(tmp_path, content):
         load_codec(str(tmp_path), "")
     with pytest.raises(UserError, match="cannot be read"):
         load_codec(str(tmp_path / "none.json"), "")
-    with pytest.raises(UserError, match="name a tokenizer.json"):
+    with pytest.raises(UserError, match="set it to a tokenizer.json"):
         load_codec("", "")
 
 
@@ -135,7 +135,7 @@ def test_stop_tokens_are_all_that_a_file_names(tmp_path, files, stops):
     ("eos", "files", "message"),
     [
         (None, {}, "no stop token; set eos_token in tokenizer_config.json"),
-        ("<end>", {}, "eos_token '<end>' is no token of tokenizer.json"),
+        ("<end>", {}, "eos_token '<end>': expected a token of tokenizer.json"),
         ("<eos>", {"config": {"eos_token_id": 257}}, r"eos_token_id=257, expected .* \[0, 256\]"),
         ("<eos>", {"config": {"eos_token_id": True}}, "eos_token_id=True"),
         ("<eos>", {"generation_config": {"eos_token_id": ["a"]}}, "eos_token_id|generation_config"),

@@ -146,7 +146,7 @@ def test_broken_json_line_is_named(tmp_path):
     with pytest.raises(UserError, match="line 1: not a JSON object"):
         registry.build_task(config)
     path.write_text(json.dumps(row()) + "\n")
-    with pytest.raises(UserError, match="a text file takes no options"):
+    with pytest.raises(UserError, match="has no effect on a file of text rows"):
         registry.build_task(TaskConfig(name=str(path), args={"a": 1}))
 
 
