@@ -56,7 +56,7 @@ class ModelConfig(Checked):
     def validate(self) -> None:
         check(
             self.num_heads % self.num_kv_heads == 0,
-            f"num_heads={self.num_heads} expected a multiple of num_kv_heads={self.num_kv_heads}",
+            f"num_heads={self.num_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}",
         )
         check(
             self.head_dim % 2 == 0,
