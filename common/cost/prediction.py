@@ -99,7 +99,7 @@ def read_lengths(text: str, prompt: int = 0) -> Lengths:
     """
     prompt = json_checks.integer(prompt, "--prompt", 0, LONGEST)
     if text.isascii() and text.isdigit():
-        return fixed_lengths(json_checks.written(text, "--lengths", 1, LONGEST), prompt)
+        return fixed_lengths(json_checks.parse_integer(text, "--lengths", 1, LONGEST), prompt)
     path = Path(text)
     if not path.is_file():
         raise UserError(

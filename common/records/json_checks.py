@@ -54,7 +54,7 @@ def integer(
     return number
 
 
-def written(text: str, what: str, low: int, high: int) -> int:
+def parse_integer(text: str, what: str, low: int, high: int) -> int:
     """The integer that `text` writes in plain digits; UserError for anything else."""
     digits = text.strip()
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:

@@ -89,8 +89,8 @@ class TextCodec:
         text = self.render(messages, loading=loading)
         if len(text) > MAX_CHARACTERS:
             raise UserError(
-                f"a prompt of {len(text)} characters, expected at most {MAX_CHARACTERS}; correct the "
-                "row or the chat template"
+                f"a prompt of {len(text)} characters, expected at most {MAX_CHARACTERS}; correct "
+                "the row or the chat template"
             )
         check_unicode(text)
         with _in_one_line("the tokenizer cannot encode the prompt"):

@@ -1,4 +1,4 @@
-"""Bounds of time and memory around what a file brings with it: a chat template is a program."""
+"""Limits of time and memory for code that comes from a file: a chat template is a program."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from types import FrameType
 
 _AGAIN_SECONDS = 0.2
-"""Python swallows what a handler raises inside a weakref callback: so it is raised again."""
+"""The handler raises again after this time: Python ignores exceptions in weakref callbacks."""
 
 
 class TimeLimit:
-    """`with TimeLimit(10):` TimeoutError in the code inside after 10 seconds of computing.
+    """`with TimeLimit(10):` raises TimeoutError in its block after 10 seconds of computing.
 
-    Seconds of the processor, of all threads: a busy machine is no fault of the code. Of the main
-    thread only, as signals are; elsewhere there is no limit.
+    It counts processor time of all threads, since a busy machine is not the fault of the code. It
+    needs signals, so in other threads than the main one there is no limit.
     """
 
     def __init__(self, seconds: float):
@@ -37,16 +37,16 @@ class TimeLimit:
 
     def _late(self, number: int, frame: FrameType | None) -> None:
         own = (TimeLimit.__enter__.__code__, TimeLimit.__exit__.__code__)
-        if frame is None or frame.f_code not in own:  # to set up and to end is not cut off
+        if frame is None or frame.f_code not in own:  # never interrupt the limit itself
             raise TimeoutError(f"not done after {self._seconds:g} seconds of computing")
 
 
 @contextlib.contextmanager
 def memory_limit(more_bytes: int) -> Iterator[None]:
-    """MemoryError in the code inside that takes `more_bytes` more than the process has now.
+    """Raises MemoryError in its block when the process takes `more_bytes` more than it has now.
 
-    The limit is the process's: no other thread may compute meanwhile. Linux only; elsewhere there
-    is none.
+    The limit holds for the whole process, so no other thread may compute meanwhile. On other
+    systems than Linux there is no limit.
     """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -53,10 +53,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             where = f"{path}, line {number}"
             try:
                 yield where, json.loads(line.decode("utf-8"))
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # a number of 5,000 digits is a ValueError
+            except (ValueError, RecursionError) as error:  # ValueError: 5,000 digits
                 raise UserError(f"{where}: not a JSON object ({error})") from None
 
 
