@@ -11,6 +11,7 @@ from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
 from common.config import Config, ModelConfig, RolloutConfig
+from common.errors import UserError
 from common.model.geometry import Geometry
 from common.schedule.schedule import Schedule
 from common.types import Prompt
@@ -112,3 +113,11 @@ def test_the_choice_is_made_once_and_refused_where_it_cannot_run():
         backend.build(Config(model=MODEL, attention="kernel"), vocab_size=40, stop_ids=[39])
     with pytest.raises(ValueError, match="attention='triton'"):
         resolve("triton", "cpu", head_dim=64)
+
+
+def test_pages_that_the_kernels_cannot_read_are_refused():
+    for page_size, head_dim in ((8, 128), (16, 64), (128, 64)):
+        backend.check_page(page_size, head_dim)
+    for page_size, head_dim in ((4, 128), (8, 64), (24, 128), (256, 128)):
+        with pytest.raises(UserError, match=f"page_size={page_size}: expected a power of 2 from"):
+            backend.check_page(page_size, head_dim)
