@@ -125,7 +125,7 @@ def test_the_page_size_that_reads_least_is_written(folder, capsys):
         ("--profile=p.json,q.json", "--profile=q.json: no such file"),
         ("--profile=p.json,p.json", "give one for each page size"),
         ("--profile=p.json large.json", "large.json: not a flag"),
-        ("--profile=p.json --out=s.svg", "--out=s.svg: name the .json"),
+        ("--profile=p.json --out=s.svg", "--out=s.svg: expected a .json"),
         ("--compare=qwen3-1.7b-0.86 --out=s.json", "--out=s.json: expected an .svg file"),
         ("--compare=qwen3-1.7-0.86", "no file and no published schedule of that name; did you"),
         ("--compare=p.json", "p.json: format='sparrow-profile-1', expected 'sparrow-schedule-1'"),

@@ -96,7 +96,7 @@ def test_settings_that_only_fit_together_are_changed_together():
             ["config.rollout", "temperature=-1.0", "at least 0.01"],
         ),
         ("--config.grpo.correction=tis", ["config.grpo", "correction='tis'", "token_tis"]),
-        ("--config.num_steps", ["no value", "--config.num_steps=VALUE"]),
+        ("--config.num_steps", ["expected a value", "--config.num_steps=VALUE"]),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_change(argument, parts):

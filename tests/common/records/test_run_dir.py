@@ -221,7 +221,7 @@ def test_an_old_run_without_checksums_says_so_once_and_keeps_them(tmp_path, caps
     give_result(tmp_path / "run")
     for _ in range(2):
         opened(tmp_path / "run", "", [tmp_path / "rows"])
-    assert capsys.readouterr().out.count("started without checksums of its files") == 1
+    assert capsys.readouterr().out.count("has no checksums of its files yet") == 1
     (tmp_path / "rows").write_text("b")
     with pytest.raises(UserError, match="rows: is not what it was"):
         opened(tmp_path / "run", "", [tmp_path / "rows"])

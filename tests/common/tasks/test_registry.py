@@ -117,7 +117,7 @@ def bad(change):
             "line 1: text with half",
         ),
         ([[1]], "line 1: expected a JSON object, got list"),
-        ([row(), row(source="pointer_chase")], "line 2: a file holds either"),
+        ([row(), row(source="pointer_chase")], "line 2: expected only pointer_chase rows or only text"),
         ([row(source="reasoning_gym:countdown")], "not offered: its scorer evaluates"),
         ([row(source="reasoning_gym:leg_counting")], "expected the generator's entry"),
     ],
@@ -224,7 +224,7 @@ def test_rows_too_long_are_named_or_left_out_and_counted(tmp_path):
     )
     with pytest.raises(UserError, match="no rows; 5 are over rollout.max_prompt_tokens"):
         registry.build_task(config, "", 5)
-    with pytest.raises(UserError, match="pointer_chase has no use"):
+    with pytest.raises(UserError, match="have no effect on pointer_chase"):
         registry.build_task(TaskConfig(drop_long_prompts=True))
 
 
