@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from common.config import Config, MismatchConfig, RolloutConfig
+from common.errors import UserError
 from common.records.metrics import MetricsWriter
 from common.report.report import bench_table, write_report
 from tests.common.report.test_report_runs import write_records

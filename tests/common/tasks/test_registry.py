@@ -117,7 +117,10 @@ def bad(change):
             "line 1: text with half",
         ),
         ([[1]], "line 1: expected a JSON object, got list"),
-        ([row(), row(source="pointer_chase")], "line 2: expected only pointer_chase rows or only text"),
+        (
+            [row(), row(source="pointer_chase")],
+            "line 2: expected only pointer_chase rows or only text",
+        ),
         ([row(source="reasoning_gym:countdown")], "not offered: its scorer evaluates"),
         ([row(source="reasoning_gym:leg_counting")], "expected the generator's entry"),
     ],
