@@ -1,4 +1,4 @@
-"""Compare two traces: where do two backends, machines or types part? `sparrow compare`.
+"""Compare two traces and find where two backends, machines or types part: `sparrow compare`.
 
 Each quantity of common/crosscheck/trace.py gives a row: largest and mean deviation against the
 tolerance (common/crosscheck/deviations.py), and where it first goes beyond: the lowest layer, then
@@ -82,7 +82,7 @@ def _stage(row: Row) -> str:
 
 
 def _depth(row: Row) -> float:
-    """Layers in the order in which a stage computes them; gradients come from above."""
+    """Sort key: layers in the order in which a stage computes them, for gradients from the top."""
     if _stage(row) != "grad":
         return row.layer
     if "layers." in row.name:
@@ -142,7 +142,7 @@ def _missing(a: Trace, b: Trace, rows: Sequence[Row]) -> list[str]:
 
 
 def _common_prefix(a: Trace, b: Trace) -> np.ndarray:
-    """bool [B, T]: the tokens up to here are the same and there."""
+    """Returns bool [B, T]: True where both rows have a token and all tokens up to it are equal."""
     x, y = a["tokens/tokens"], b["tokens/tokens"]
     for t in (a, b):
         prompt, total = t["tokens/prompt_len"], t["tokens/total_len"]

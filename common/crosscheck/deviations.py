@@ -79,7 +79,10 @@ def judges_tokens(dtypes: tuple[str, str]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One quantity. ok None = reported only. where: of the first deviation beyond the limit.
+    """One quantity of a comparison.
+
+    ok: None means that it is reported without a verdict. where: the first deviation beyond the
+    limit.
 
     largest: over all entries; mean: of the layer where it is largest. layer: the first beyond.
     """
@@ -100,9 +103,9 @@ def row_of(
 ) -> Row:  # fmt: skip
     """A row of deviations [axes], NaN = not compared. first_layer: number of the first layer.
 
-    Beyond the limit is a layer (all, if the first axis is no layer) whose largest or mean deviation
-    is; where: the first such layer (the last, if `backward`), and in it the first position that is
-    beyond, or the worst one.
+    A layer fails when its largest or mean deviation exceeds the limit; without a layer axis the
+    whole array counts as one layer. where names the first layer that fails (the last, if
+    `backward`), and in it the first position beyond the limit, or else the worst position.
     """
     if np.isnan(dev).all():
         return Row(name=name, largest=0.0, mean=0.0, limit=limit, ok=None, where="not compared")

@@ -42,7 +42,7 @@ def policy_loss(
     logp_ref_BT: np.ndarray | None = None,
     scale_BT: np.ndarray | float = 1.0,
 ) -> PolicyLoss:
-    """Float64 oracle of the objective (arXiv 2606.08446, RL recipe), as a loss to minimise.
+    """Returns the loss of the objective in arXiv 2606.08446 (RL recipe), which is minimised.
 
         rho      = e(logp - logp_old),          e(x) = exp(x), for x > 20 its tangent at 20
         gain     = min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
@@ -89,7 +89,7 @@ def policy_loss_grad(
     logp_ref_BT: np.ndarray | None = None,
     scale_BT: np.ndarray | float = 1.0,
 ) -> np.ndarray:
-    """d loss_sum / d logp, float64 [B, T].
+    """Returns d loss_sum / d logp, float64 [B, T].
 
     scale (-w rho' A [not clipped] + kl_coef (1 - e'(logp_ref - logp))),  0 outside the mask;
     rho' = e'(logp - logp_old), e'(x) = exp(min(x, 20))
@@ -106,8 +106,10 @@ def policy_loss_grad(
     return np.asarray(scale_BT, np.float64) * grad
 
 
-def _ratio_terms(logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high, dual_clip):
-    """rho and its derivative, where it is clipped low, high and by dual_clip, A, mask."""
+def _ratio_terms(
+    logp_BT, logp_old_BT, advantage_BT, mask_BT, clip_low, clip_high, dual_clip
+) -> tuple[np.ndarray, ...]:
+    """Returns rho, its derivative, what is clipped low, high and by dual_clip, A, and the mask."""
     mask = np.asarray(mask_BT, bool)
     log_ratio = np.where(mask, np.float64(logp_BT) - np.float64(logp_old_BT), 0.0)
     advantage = np.where(mask, np.asarray(advantage_BT, np.float64), 0.0)

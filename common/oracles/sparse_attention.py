@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 Budgets = Callable[[int], int | None]
-"""Position of the query -> k, the pages allowed beside the reserved ones; None = all pages."""
+"""Maps the position of a query to k, the pages that it may choose beside the reserved ones; None
+means all pages."""
 
 
 def num_pages(position: int, page_size: int) -> int:
@@ -22,7 +23,7 @@ def num_pages(position: int, page_size: int) -> int:
 def select_pages(
     q_NH: np.ndarray, k_SKH: np.ndarray, *, k: int | None, page_size: int, policy: str = "mean"
 ) -> np.ndarray:
-    """Pages read by the newest token: int64 [K, J], sorted; J = min(n, k + 3).
+    """Returns the pages that the newest token reads: int64 [K, J], sorted; J = min(n, k + 3).
 
     k_SKH holds the post-RoPE keys of positions 0 .. t, the query's own included: S = t + 1,
     n = t // page_size + 1 pages. Always read: page 0 and the last two. Of pages 1 .. n - 3 the k
@@ -58,21 +59,21 @@ def page_scores(policy: str, q_NH: np.ndarray, k_SKH: np.ndarray, page_size: int
     }[policy](q_KRH, pages_MCKH, k_SKH)  # fmt: skip
 
 
-def _mean(q_KRH, pages_MCKH, k_SKH):
+def _mean(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     return np.einsum("kh,mkh->km", q_KRH.mean(1), pages_MCKH.mean(1))
 
 
-def _quest(q_KRH, pages_MCKH, k_SKH):
+def _quest(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     q_KH = q_KRH.mean(1)
     low, high = (q_KH * bound for bound in (pages_MCKH.min(1), pages_MCKH.max(1)))
     return np.maximum(low, high).sum(-1).T
 
 
-def _window(q_KRH, pages_MCKH, k_SKH):
+def _window(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     return np.tile(np.arange(len(pages_MCKH), dtype=np.float64), (len(q_KRH), 1))
 
 
-def _random(q_KRH, pages_MCKH, k_SKH):
+def _random(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     position = len(k_SKH) - 1
     return np.array([
         [_hash(position, page, head) >> 8 for page in range(len(pages_MCKH))]
@@ -93,7 +94,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 16
 
 
-def _oracle(q_KRH, pages_MCKH, k_SKH):
+def _oracle(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     s_KRS = np.einsum("krh,skh->krs", q_KRH, k_SKH) * k_SKH.shape[-1] ** -0.5
     weights = np.exp(s_KRS - s_KRS.max(-1, keepdims=True))
     mass_KS = (weights / weights.sum(-1, keepdims=True)).sum(1)
@@ -159,7 +160,7 @@ def replay_mask(
     page_size: int,
     policy: str = "mean",
 ) -> np.ndarray:
-    """bool [K, T, T], causal: what each query read when it was decoded (before prompt_len: all).
+    """Returns bool [K, T, T], causal: the keys that each query reads; a prompt query reads all.
 
     The query at position t selects with the keys of positions 0 .. t only, exactly as decode did.
     """

@@ -1,4 +1,4 @@
-"""Finished parts of long work, kept beside its output until that is written: it can be resumed."""
+"""Finished parts of long work, kept beside its output until it is written, to resume the work."""
 
 from __future__ import annotations
 

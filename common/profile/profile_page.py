@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from common.report import html_page, plots, plots_schedules
 from common.report.html_page import text
 
 TAU = MismatchConfig().tau
-"""Drawn as a line: the paper's threshold."""
+"""Threshold of the paper, which the figures show as a line."""
+Figures = Iterator[tuple[str | None, str]]
+"""Pairs of an SVG and its caption."""
 TICKS = ("0", "0.25", "0.5", "0.75", "0.95", "0.999")
 
 
 def write(profile: Mapping[str, Any], out: Path, summary: Sequence[str] = ()) -> None:
-    """The page of a profile file's content, written whole."""
+    """Writes the page of a profile; a reader never sees a half-written file."""
     title = f"Profile: {Path(profile['model']).name or profile['model']}"
     about = f"{profile['source']}. Pages of {profile['page_size']} tokens, policy "
     about += f"{profile['policy']}. Intervals: {profile['interval']}."
@@ -36,19 +38,19 @@ def write(profile: Mapping[str, Any], out: Path, summary: Sequence[str] = ()) ->
     atomic_write_text(out, html_page.page(f"Sparrow {title.lower()}", parts))
 
 
-def _tails(profile):
+def _tails(profile: Mapping[str, Any]) -> Figures:
     for name, words in (("p5", "5th"), ("p1", "1st")):
         svg = plots_schedules.profile_plot(profile, None, statistic=name, tau=TAU)
         yield svg, f"{words} percentile of the acceptance rate; hollow: too few tokens to judge."
 
 
 def _budgets(profile) -> list[Any]:
-    """Sparse budgets, rising."""
+    """Returns the sparse budgets of a profile in rising order."""
     return sorted({row["k"] for row in profile["rows"] if row["k"] != "dense"})
 
 
-def _mean_and_tail(profile):
-    """Mean and p5 of each bin against each other: what the mean cannot see."""
+def _mean_and_tail(profile: Mapping[str, Any]) -> Figures:
+    """A figure of p5 against the mean of each bin, since bins of one mean differ in their tail."""
     budgets = _budgets(profile)
     labels = [f"k = {k}" for k in budgets]
     with plots.Canvas("Mean against p5", labels=labels) as figure:
@@ -65,11 +67,17 @@ def _mean_and_tail(profile):
         figure.axes.set_xlabel("mean of alpha")
         figure.unit("p5 of alpha, a dot per length bin")
         figure.end_labels(ends)
-    yield figure.svg, "The statistic is the tail: two bins of one mean may differ in it."
+    yield (
+        figure.svg,
+        "The statistic is the tail: two bins with equal means may differ in their tails.",
+    )
 
 
-def _histograms(profile):
-    """Bars of one width: to scale, the one above 0.999 (most tokens) would be a hair."""
+def _histograms(profile: Mapping[str, Any]) -> Figures:
+    """A histogram for each budget, with bars of one width.
+
+    To scale the bar above 0.999, which holds most tokens, would be too narrow to see.
+    """
     for shape in profile["shape"]:
         if shape["k"] == "dense" or not shape["count"]:
             continue

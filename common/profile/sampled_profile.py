@@ -31,10 +31,12 @@ PROFILE_NOISE_SEED = 86
 def profile(config: Config, out: Path) -> dict[str, Any]:
     """Profile the model at every budget of mismatch.budgets and write the profile JSON.
 
-    For each k: rollouts with k pages at every length, on prompts that are neither trained nor
-    evaluated on; dense and sparse log-probs of the same tokens; statistics of alpha per length bin.
-    The dense rollout gives the floor of abs_diff and k3: what engine and scorer differ by without
-    any sparsity. Its alpha is 1 by construction: the replay compares the dense pass with itself.
+    For each k: rollouts with k pages at every length, on prompts that are used for neither
+    training nor evaluation; dense and sparse log-probs of the same tokens; statistics of alpha per
+    length bin.
+    The dense rollout gives the floor of abs_diff and k3: the difference between engine and scorer
+    without any sparsity. Its alpha is 1 by construction, as the replay compares the dense pass with
+    itself.
     """
     refuse_nucleus(config)
     content = Profile(
@@ -62,7 +64,7 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
 
 
 def refuse_nucleus(config: Config) -> None:
-    """UserError if tokens are drawn from a nucleus: the replay knows none."""
+    """Raises UserError if rollout.top_p < 1: the replay does not renormalise over a nucleus."""
     if config.rollout.top_p < 1:
         raise UserError(
             f"rollout.top_p={config.rollout.top_p}: a profile needs 1.0, since the replay's "
@@ -71,7 +73,7 @@ def refuse_nucleus(config: Config) -> None:
 
 
 def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> dict[str, Any]:
-    """Roll out and replay at one budget, or take what is kept; the line for people."""
+    """Roll out and replay at one budget, or read the kept result; returns its summary."""
     name = "dense" if k is None else k
     found = kept.get(f"k-{name}")
     if found is None:
@@ -94,7 +96,7 @@ def _measure(parts: Parts, k: int | None, content: Profile, kept: KeptParts) -> 
 def replayed(
     parts: Parts, name: int | str, schedule: Schedule | None, kept: KeptParts
 ) -> dict[str, Any]:
-    """Alpha of rollouts under a schedule, by exact replay, and their line for people."""
+    """Returns alpha of rollouts under a schedule, by exact replay, and their summary as JSON."""
     rollout = _roll_out(parts, schedule, f"rollout-{name}", kept)
     replay = parts.backend.scorer.replay(rollout, np.arange(len(rollout.prompts)), schedule)
     return {
@@ -106,7 +108,7 @@ def replayed(
 
 
 def _roll_out(parts: Parts, schedule: Schedule | None, name: str, kept: KeptParts) -> Rollout:
-    """Rollouts on the profile's prompts, or what is kept of them: sampling may take hours."""
+    """Rollouts on the prompts of the profile, or the kept ones, since sampling may take hours."""
     c = parts.config.mismatch
     prompts = parts.prompts.profile_batch(c.profile_prompts)
     arrays = kept.get(name)
@@ -122,7 +124,9 @@ def _roll_out(parts: Parts, schedule: Schedule | None, name: str, kept: KeptPart
     return rollout
 
 
-def _line(parts: Parts, rollout: Rollout, schedule, name) -> dict[str, Any]:
+def _line(
+    parts: Parts, rollout: Rollout, schedule: Schedule | None, name: int | str
+) -> dict[str, Any]:
     """Reward and pages of one budget, and the ratio statistics on the sampled tokens."""
     mask, logp = rollout.response_mask_BT, rollout.logp_sparse_BT
     dense = parts.backend.scorer.logprobs(rollout).logp_dense_BT

@@ -1,9 +1,10 @@
-"""The tail that a schedule has in use: a run with the schedule itself, judged bin by bin.
+"""The tail of alpha under a schedule in use: rollouts with the schedule itself, judged by bin.
 
 A profile measures uniform budgets, and a schedule is put together from several of them. Under the
 schedule the keys and values of early positions are written with fewer pages than under the budget
-of a later bin, so what a bin has in use is not what the profile said. This says it, either on
-samples that are drawn with the schedule or on given text, of which every position is replayed.
+of a later bin, so the tail of a bin in use is not the one in the profile. This module measures the
+tail in use, either on rollouts under the schedule or on given text, where every position is
+replayed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ CHECK_FORMAT = "sparrow-schedule-check-1"
 def check(config: Config, out: Path) -> dict[str, Any]:
     """Roll out and replay with config.rollout.schedule; print and write its tail by length bin.
 
-    On the prompts of a profile: neither trained on nor evaluated on. Bins are the schedule's own,
-    or mismatch.bin_tokens wide for "k=8". tau and quantile: config.mismatch.
+    The prompts are those of a profile, used for neither training nor evaluation. Bins are the
+    schedule's own, or mismatch.bin_tokens wide for "k=8". tau and quantile: config.mismatch.
     """
     sampled_profile.refuse_nucleus(config)
     c, schedule = config.mismatch, _sparse_schedule(config)
@@ -53,8 +54,8 @@ def check_text(
 ) -> dict[str, Any]:
     """The same on given text: every position replayed with the schedule, nothing sampled.
 
-    The summary has null for what only samples have. Intervals take blocks of the text for
-    independent, as its profile does. A stopped check goes on where it was.
+    The summary has null for what only samples have. Intervals treat blocks of the text as
+    independent, as its profile does. A stopped check is resumed.
     """
     schedule = _sparse_schedule(config)
     size = {"max_tokens": max_tokens, "sequences": sequences}

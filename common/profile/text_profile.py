@@ -1,4 +1,4 @@
-"""Measure the acceptance rate on given text: every position replayed, nothing sampled."""
+"""Measure the acceptance rate on given text: every position is replayed, and nothing is sampled."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from common.setup import build_scorer, engine_package
 from common.tasks import chat
 
 VECTORS = {"mean": 1, "quest": 2, "window": 0, "random": 0, "oracle": 0}
-"""Key vectors per page that a query reads to choose. The oracle's choice is free, as none can be:
-it bounds what any rule could reach."""
+"""Key vectors per page that a query reads to choose its pages. The choice of "oracle" costs
+nothing, which no real rule can have: it is an upper bound of what any rule could reach."""
 BLOCK_TOKENS = 64
-"""Blocks that intervals take for independent; a text has no other such pieces."""
+"""Tokens of a block of text. Intervals treat blocks as independent, since a text has no prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """What is replayed: consecutive, equally long sequences of token ids, int32 [W, T]."""
+    """A text as consecutive, equally long sequences of token ids, int32 [W, T]."""
 
     name: str
     tokens_WT: np.ndarray
@@ -50,7 +50,7 @@ def profile_text(
 
     Every budget of mismatch.budgets at every position of the text, against one dense pass; other
     policies than "mean" at budgets of equal bytes (equal_bytes). top: also estimate alpha
-    from so many log-probs (20 in the paper), 0 = no. A stopped profile goes on where it was.
+    from that number of top log-probs (20 in the paper); 0 = no. A stopped profile is resumed.
     """
     for name in names:
         if name not in VECTORS or names.count(name) > 1:
@@ -103,7 +103,7 @@ def read_text(config: Config, path: Path, max_tokens: int, sequences: int) -> Te
     """
     if not config.model.path:
         raise UserError("--replay needs --model=DIR, a Hugging Face model directory")
-    hf_config.read_geometry(config.model.path)  # refuses what is no model directory
+    hf_config.read_geometry(config.model.path)  # raises UserError for a directory without a model
     hf_config.check_context(config.model.path, max_tokens, f"--max_tokens={max_tokens}")
     ids = _ids(config, path)
     least = 4 * config.rollout.page_size

@@ -62,7 +62,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def text(value: Any) -> str:
-    """Anything as text of a page."""
+    """Returns a value as escaped text of a page."""
     return html.escape(str(value))
 
 

@@ -151,7 +151,7 @@ class Canvas:
         self._context.__exit__(None, None, None)
 
     def unit(self, text: str, axes: Any = None) -> None:
-        """What the vertical axis shows, written flat above it."""
+        """Writes what the vertical axis shows above it, horizontally."""
         (axes or self.axes).set_title(text, loc="left", size=10, color=MUTED, pad=6)
 
     def end_labels(self, labels: Sequence[tuple[float, str, str]], axes: Any = None) -> None:

@@ -74,7 +74,9 @@ def _group(path: Path, config: Mapping[str, Any], name: str) -> Mapping[str, Any
     return group
 
 
-def _number(path: Path, group: Mapping[str, Any], key: str, low: float, high: float, default):
+def _number(
+    path: Path, group: Mapping[str, Any], key: str, low: float, high: float, default: Any
+) -> Any:
     """A number of config.json in [low, high], or the default where there is none."""
     value = group.get(key)
     if value is None:

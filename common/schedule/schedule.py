@@ -42,7 +42,7 @@ def token_bins(positions: np.ndarray, bin_tokens: int) -> np.ndarray:
         bin(t) = (t - 1) // bin_tokens
 
     Token t is sampled by the query at t - 1, under the budget of its position. So bin b holds the
-    tokens of the queries at b w ... b w + w - 1. Token 0 no query made; it counts as of bin 0.
+    tokens of the queries at b w ... b w + w - 1. No query made token 0; it counts in bin 0.
     """
     if bin_tokens < 1:
         raise ValueError(f"{bin_tokens=}: expected at least 1")
