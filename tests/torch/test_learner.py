@@ -22,8 +22,8 @@ import torch
 from common import loop
 from common.config import Config, GrpoConfig, LearnerConfig
 from common.model.geometry import Geometry
-from common.objective import batching, grpo
 from common.objective.corrections import CORRECTIONS
+from common.objective.prepare import prepare_batch
 from common.rollout import noise
 from kernels_pallas import reference
 from kernels_triton.ops import REFERENCE
@@ -115,16 +115,10 @@ def pack(backend, c, tokens=None):
     """
     tokens, log_probs = tokens or rollout(c.model), scored(backend, c.model)
     rewards = tokens.total_len_B - tokens.prompt_len_B
-    return batching.pack(
-        tokens,
-        log_probs,
-        grpo.advantages(rewards, tokens.group_B, config=c.grpo, finished_B=tokens.finished_B),
-        loop._correct(c, tokens, log_probs, step=0).weight_BT,
-        num_minibatches=1,
-        tokens_per_microbatch=c.learner.tokens_per_microbatch,
-        buckets=c.learner.length_buckets,
-        seed=1,
-    )
+    reject_seed = noise.fold_in(c.rollout.seed, 0, loop.REJECT)
+    return prepare_batch(
+        tokens, log_probs, rewards, c, reject_seed=reject_seed, shuffle_seed=1
+    ).batch
 
 
 def moved(geometry):
