@@ -25,7 +25,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/runs/.compiled
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 export XLA_FLAGS ?= --xla_backend_optimization_level=1
 
-.PHONY: help demo test test-perturbed study smollm2 smollm2-sampled crosscheck crosscheck-vllm bench tpu-compile gpu-compile lint lock clean
+.PHONY: help demo check test test-perturbed study smollm2 smollm2-sampled crosscheck crosscheck-vllm bench tpu-compile gpu-compile lint lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -75,12 +75,23 @@ demo: $(VENV)/.base ## the whole method on this machine, about 8 minutes on 2 co
 	test -f $(DEMO)/bench.json || $(SPARROW) bench decode --context=16384 --out=$(DEMO)/bench.json
 	$(SPARROW) report $(DEMO)/dense $(DEMO)/scheduled $(DEMO)/fixed --bench=$(DEMO)/bench.json --out=$(DEMO)/report.html
 
+define CHECKS
+@$(BIN)/ruff check .
+@$(BIN)/ruff format --check .
+@$(BIN)/lint-imports --no-cache
+@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none --min-severity=error
+endef
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# Rooms whose tests start few processes.
+CORE := $(addprefix tests/common/,config cost mismatch model objective oracles profile rollout schedule)
+
+check: $(VENV)/.test ## format, imports, types and the tests of the core: before every commit
+	$(CHECKS)
+	@$(PYTEST) $(CORE)
+
 test: $(VENV)/.test ## everything that needs no accelerator
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none --min-severity=error
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+	$(CHECKS)
+	@$(PYTEST) tests
 
 # Instructions of XLA, torch and oneDNN as on older CPUs, sums in blocks or term after term, one thread
 # or two. What passed since the code was last changed is not run again.
