@@ -133,8 +133,8 @@ def of_jax(c, batch, params, *, fresh, numbers):
     grads, sums = jax.tree.map(jnp.zeros_like, params), []
     for m in micro:
         grads, more = in_jax.accumulate_gradient(
-            params, grads, made._place(m), numbers, fresh, np.float32(TEMPERATURE),
-            graph=made.graph, dtype=made.dtype, remat=False,
+            params, grads, made.placement.put_rows(vars(m)), numbers, fresh,
+            np.float32(TEMPERATURE), graph=made.graph, dtype=made.dtype, remat=False,
         )  # fmt: skip
         sums.append(more)
     return means(sums, hf.flat_weights(grads), denominator)
