@@ -244,10 +244,12 @@ def test_new_weights_leave_nothing_of_the_old_ones(schedule):
 
 
 def test_stale_pages_of_an_earlier_call_are_never_read():
-    """NaN in every free page: what one call leaves behind cannot reach the next one."""
+    """NaN in every free page: nothing that a call leaves in the cache reaches the next call."""
     engine = make()
     base(SPARSE)
-    engine._cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.take_cache())
+    programs = engine.open()
+    programs.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), programs.cache)
+    programs.close()
     try:
         same_tokens(generate(engine, schedule=SPARSE), base(SPARSE))
     finally:
