@@ -55,9 +55,12 @@ def test_both_engines_give_the_same_profile(tmp_path):
 def test_every_push_reaches_an_engine_of_another_framework():
     """With the learner's weights as they are then, under their version."""
     loaded = []
-    engine = types.SimpleNamespace(generate="generate", load_weights=lambda *x: loaded.append(x))
+    engine = types.SimpleNamespace(
+        generate=lambda prompts, **how: (prompts, how),
+        load_weights=lambda *x: loaded.append(x),
+    )
     foreign = setup.ForeignEngine(engine, lambda params: {"w": params})
-    assert foreign.generate == "generate"
+    assert foreign.generate(["p"], seed=3) == (["p"], {"seed": 3})
     foreign.load_weights(1.5, 0)
     foreign.load_weights(2.5, 1)
     assert loaded == [({"w": 1.5}, 0), ({"w": 2.5}, 1)]

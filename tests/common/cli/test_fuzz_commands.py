@@ -110,17 +110,17 @@ def test_odd_commands_end_in_one_line_or_do_their_work(folder, capsys):
 
 
 def test_a_report_on_changed_numbers_of_a_bench(folder, capsys):
-    from common.report.report_bench import _NUMBERS, _PATHS, table
+    from common.report.report import _BENCH_NUMBERS, _BENCH_PATHS, bench_table
 
-    whole = {f"{p}_{unit}": 1.5 for p in _PATHS for unit in ("ms", "gb_per_s")}
-    whole |= dict.fromkeys(_NUMBERS, 2.0)
+    whole = {f"{p}_{unit}": 1.5 for p in _BENCH_PATHS for unit in ("ms", "gb_per_s")}
+    whole |= dict.fromkeys(_BENCH_NUMBERS, 2.0)
     rng = random.Random(6)
     (folder / "bench.json").write_text(json.dumps(whole))
-    assert "Decode at length" in table(folder / "bench.json")
+    assert "Decode at length" in bench_table(folder / "bench.json")
     for _ in range(100):
         (folder / "bench.json").write_text(changed(json.dumps(whole), rng))
         try:
-            text = table(folder / "bench.json")
+            text = bench_table(folder / "bench.json")
         except ValueError as error:
             assert "\n" not in str(error)
         else:

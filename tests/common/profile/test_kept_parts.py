@@ -119,7 +119,7 @@ def test_parts_outlive_kill_9(tmp_path):
     program = """
 import os, signal, sys
 from pathlib import Path
-from common.kept_parts import KeptParts
+from common.profile.kept_parts import KeptParts
 with KeptParts(Path(sys.argv[1]), 1) as kept:
     kept.put("a", x=7)
     os.kill(os.getpid(), signal.SIGKILL)

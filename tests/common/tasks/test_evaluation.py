@@ -41,7 +41,7 @@ def test_fewer_held_out_prompts_than_asked_are_told(num_rows, asked, taken):
         assert f"num_eval_prompts={asked}: rows has {num_rows} rows" in said and "\n" not in said
 
 
-@pytest.mark.parametrize(("taken", "words"), [(1, "one prompt gives no interval"), (2, "95 % 0.")])
+@pytest.mark.parametrize(("taken", "words"), [(1, "no interval from one prompt"), (2, "95 % 0.")])
 def test_eval_says_what_it_took(taken, words, monkeypatch, capsys):
     prompts = [
         Prompt(prompt_id=i, tokens=np.zeros(3, np.int32), task="", answer={}) for i in range(taken)

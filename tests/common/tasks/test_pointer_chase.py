@@ -204,9 +204,9 @@ def test_bad_options_are_refused(options, message):
 
 def test_unknown_words_and_demonstration_sizes_are_refused():
     for word in ("k8", "v8", "x1", "k-1", "kk", "k", "k" + "9" * 5000):
-        with pytest.raises(UserError, match="no token"):
+        with pytest.raises(UserError, match="expected a token of pointer_chase"):
             TINY.tokens(word)
-    with pytest.raises(UserError, match="no token"):
+    with pytest.raises(UserError, match="expected a token of pointer_chase"):
         CLASSIC.tokens("v1")  # shared values: there are no v tokens
     with pytest.raises(UserError, match="expected 2 <= min"):
         TINY.demonstration(np.random.default_rng(0), 4, 9)
