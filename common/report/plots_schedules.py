@@ -109,7 +109,7 @@ def curves(schedule: Schedule, longest: int) -> tuple[np.ndarray, np.ndarray, np
 def budgets_by_step(run: Run, title: str = "Budget by step") -> str | None:
     """k of every length bin over the steps, bins with one history as one line; None if none moved.
 
-    Drawn are the bins that changed; dense stands above the largest k.
+    Only bins that changed are shown; dense is placed above the largest k.
     """
     tracks: dict[tuple[int, int], dict[int, Any]] = {}
     for record in run.records:
