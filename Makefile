@@ -85,7 +85,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # Rooms whose tests start few processes.
 CORE := $(addprefix tests/common/,config cost mismatch model objective oracles profile rollout schedule)
 
-check: $(VENV)/.test ## format, imports, types and the tests of the core: before every commit
+check: $(VENV)/.test ## format, imports, types and the tests of the core, under a minute: before every commit
 	$(CHECKS)
 	@$(PYTEST) $(CORE)
 
