@@ -13,13 +13,16 @@ has placed its own.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import shutil
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,14 +62,19 @@ class Checkpoints:
         self._orbax = ocp.PyTreeCheckpointer()
 
     def save(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Write the learner's state and `extra` (JSON) as checkpoint `step`; delete old ones."""
+        """Write the learner's state and `extra` (JSON) as checkpoint `step`; delete old ones.
+
+        Raises: OSError (ENOSPC), before anything is written, if the disk has no room for the state.
+        """
         json.dumps(extra)  # raises before anything is written if `extra` is not JSON
         final = self._directory / f"step_{step:08d}"
         temporary = self._directory / f"tmp_{final.name}"
         _remove(temporary)
         temporary.mkdir()
         arrays = _named_arrays(self._learner.state_dict())
-        self._orbax.save(temporary / "arrays", arrays)
+        _require_room(temporary, sum(x.nbytes for x in arrays.values()))
+        with _errors_raised_only():
+            self._orbax.save(temporary / "arrays", arrays)
         _write_manifest(temporary, step, arrays, extra)
         _sync_tree(temporary)
         if final.exists():
@@ -160,6 +168,29 @@ class Checkpoints:
         _remove(doomed)
         os.rename(folder, doomed)
         _remove(doomed)
+
+
+def _require_room(folder: Path, num_bytes: int) -> None:
+    """Refuse a save that cannot end: on a full disk all threads of Orbax print their errors."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        reason = f"{os.strerror(errno.ENOSPC)}: {free} bytes for a checkpoint of {num_bytes}"
+        raise OSError(errno.ENOSPC, reason, str(folder.parent))
+
+
+@contextlib.contextmanager
+def _errors_raised_only() -> Iterator[None]:
+    """Keep Orbax from logging the traceback of each error in a thread; it also raises it."""
+
+    def not_of_a_thread(record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in record.getMessage()
+
+    log = logging.getLogger("absl")
+    log.addFilter(not_of_a_thread)
+    try:
+        yield
+    finally:
+        log.removeFilter(not_of_a_thread)
 
 
 def _remove(path: Path) -> None:
