@@ -1,4 +1,4 @@
-# Each target sets up .venv by itself from the lock files. Another interpreter: make test PYTHON=python3.12
+# Each target first sets up .venv from the lock files. To use another interpreter: make test PYTHON=python3.12
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ CONFIG := configs/demo.py
 FLAGS :=
 # The compiler of TPUs that fits the pinned jax; it needs no TPU.
 LIBTPU := libtpu==0.0.42
-# Of the torch half. PyPI's torch brings gigabytes of CUDA on Linux; a CPU build serves as well.
+# Versions for the torch backend. PyPI's torch brings gigabytes of CUDA on Linux; a CPU build serves as well.
 TORCH := torch==2.13.0
 TRITON := triton==3.9.0
 # vLLM's build for CPUs. It wants torch's CPU build, which is not on PyPI: name PyTorch's own index of
@@ -54,7 +54,7 @@ $(VENV)/.test: $(VENV)/.base requirements-test.lock
 
 # --- jobs -----------------------------------------------------------------------------------------
 
-# Every line goes on where it was stopped. Dense and scheduled share the machine, one core each;
+# Every line of this target resumes where it was stopped. Dense and scheduled share the machine, one core each;
 # then comes the fixed budget that fails, and decode attention at 16K tokens.
 demo: $(VENV)/.base ## the whole method on this machine, about 8 minutes on 2 cores
 	$(SPARROW) warmup --config=$(CONFIG) $(FLAGS) --run=$(DEMO)/warmup
@@ -82,7 +82,7 @@ define CHECKS
 @$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --summary=none --min-severity=error
 endef
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-# Rooms whose tests start few processes.
+# `make check` runs only the tests of these rooms, because they start few processes.
 CORE := $(addprefix tests/common/,config cost mismatch model objective oracles profile rollout schedule)
 
 check: $(VENV)/.test ## format, imports, types and the tests of the core, under a minute: before every commit
@@ -93,8 +93,9 @@ test: $(VENV)/.test ## everything that needs no accelerator
 	$(CHECKS)
 	@$(PYTEST) tests
 
-# Instructions of XLA, torch and oneDNN as on older CPUs, sums in blocks or term after term, one thread
-# or two. What passed since the code was last changed is not run again.
+# The tests run with the instructions that XLA, torch and oneDNN use on older CPUs, with sums in blocks or
+# term after term, and with one thread or two. A test file that passed since the last change of the code
+# is not run again.
 PERTURBED := $(filter-out %compile.py %bench.py,$(wildcard tests/torch/test_*.py tests/jax/test_*.py tests/kernels/test_*.py))
 perturbed-sse perturbed-avx512: export OMP_NUM_THREADS := 2
 perturbed-sse perturbed-avx512: export XLA_FLAGS += --xla_cpu_experimental_ynn_fusion_type=

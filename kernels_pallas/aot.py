@@ -118,7 +118,10 @@ def mesh(topology: str, shape: Sequence[int], axes: Sequence[str]) -> Mesh:
 
 
 def spec(shape: Sequence[int], dtype, sharding) -> jax.ShapeDtypeStruct:
-    """An abstract array: shape, type and sharding, without data."""
+    """An abstract array: shape, type and sharding, without data.
+
+    sharding: a jax sharding, or a tuple (mesh, axis name or None for each dimension).
+    """
     if isinstance(sharding, tuple):
         sharding = NamedSharding(sharding[0], PartitionSpec(*sharding[1:]))
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)

@@ -37,7 +37,10 @@ SELECT_SHARE = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layer of Qwen3 1.7B (16 query heads) or 8B (32); selected: pages, with the reserved."""
+    """One layer of Qwen3 1.7B (16 query heads) or 8B (32 query heads).
+
+    selected: pages that a row reads, the always-read ones included.
+    """
 
     context: int
     heads: int

@@ -1,7 +1,8 @@
 """An exact top-k without a sort: steps 2 and 3 of select_pages, from scores to the list of pages.
 
     threshold = max {t: at least k keys are >= t}
-    chosen    = keys > threshold, and of keys = threshold the lowest pages until k are chosen
+    chosen    = pages with a key > threshold; then, of those with a key = threshold, the lowest
+                pages until k are chosen
     list[j]   = the chosen page with j chosen pages before it
 
 Keys are scores as order-preserving int32, [blocks of 128 pages, rows of heads, 128 lanes]; a page
@@ -28,6 +29,7 @@ def page_of_lane(g, group, rows) -> jax.Array:
 
 
 def is_candidate(page, n) -> jax.Array:
+    """Whether a page of a row of n pages competes: not page 0 or the last two, always read."""
     return (page >= 1) & (page < n - 2)
 
 
@@ -74,7 +76,10 @@ def find_threshold(keys_ref, k, num_groups, undecided, tuning) -> tuple[jax.Arra
 
 
 def write_list(list_ref, keys_ref, ids_ref, threshold, room, n, num_groups, group) -> None:
-    """Write the chosen pages of each head; room: how many with a key equal to the threshold."""
+    """Write the chosen pages of each head, and page 0 and the last two, which are always read.
+
+    room: the number of pages to choose among those with a key equal to the threshold.
+    """
     K, width = list_ref.shape[1:]
     rows = keys_ref.shape[1]
     before = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)

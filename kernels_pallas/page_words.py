@@ -1,7 +1,7 @@
 """The pages that each query of a replay reads, packed into bits for flash_prefill.
 
     scores[c, p] = mean query of the group at position c . landmark of page p          (float32)
-    pages[c, p]  = the query's prompt is longer than c, or reference.page_mask(scores)[c, p]
+    pages[c, p]  = the row's prompt is longer than c, or reference.page_mask(scores)[c, p]
 
 One int32 word holds 32 pages of one query (fewer where a block of keys has fewer), so that a page
 and a query take 1 / 32 byte: 128 MiB for 16 groups of heads at 32K tokens. Words are computed in
@@ -42,8 +42,8 @@ def page_words(
     """The words as int32 [B x K, key blocks, words of a block, queries padded to whole blocks].
 
     chunk: queries handled together. queries, keys: tokens in a block of each, as flash_prefill
-    reads the words. Prompts have bits of later pages too, which the causal mask hides. Queries past
-    the end of the sequence get pages like any other; their results are cut off.
+    reads the words. Queries of the prompt also have the bits of later pages set; the causal mask
+    hides those keys. Queries that pad the last block get pages too; their results are cut off.
     """
     B, T, _, H = q_BTNH.shape
     K, span = k_BTKH.shape[2], word_span(keys, page)

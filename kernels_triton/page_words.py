@@ -1,7 +1,7 @@
 """The pages that each query of a replay reads, packed into bits for flash_prefill.
 
     scores[c, p] = mean query of the group at position c . landmark of page p
-    pages[c, p]  = the query's prompt is longer than c, or reference.page_mask(scores)[c, p]
+    pages[c, p]  = the row's prompt is longer than c, or reference.page_mask(scores)[c, p]
 
 One int32 word holds 32 pages of one query, so that a page and a query take 1 / 32 byte: 64 MiB for
 8 groups of heads at 32K tokens. Words are computed in chunks of queries, so that no array
@@ -33,7 +33,8 @@ def page_words(
 ) -> torch.Tensor:
     """The words as int32 [B x K, words, T]. chunk: queries handled together.
 
-    Prompts have bits of later pages too, which the causal mask hides.
+    Queries of the prompt also have the bits of later pages set (unless their chunk ends before
+    them); the causal mask hides those keys.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
