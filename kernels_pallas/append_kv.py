@@ -9,8 +9,8 @@ into VMEM, changed and written back, all K heads of a page by one DMA (K x 8 KiB
 bfloat16). A page that is overwritten entirely is not read, and an item without tokens causes no
 copy.
 
-Grid (G,), in sequence: program g owns the `rows` items of group g. A ring of SLOTS = 3 buffers lets
-copies of the groups before and after overlap with its work:
+Grid (groups,), in sequence: program g owns the `rows` items of group g. A ring of SLOTS = 3 buffers
+lets copies of the groups before and after overlap with its work:
 
     program        g - 1              g                g + 1
     slot 0   | change g - 1   | write g - 1    | read g + 2     |
@@ -62,12 +62,12 @@ def append_kv(
     C = kv_pages_LKM.size // (L * K * M * 2 * H)
     E, W = page_shape(C, H)
     _check(kv_pages_LKM, landmarks_LMKH, k_BTKH, v_BTKH, C, E)
-    items_IS = _items(page_table_BP, start_B, num_new_B, T, C)
+    items_I = _items(page_table_BP, start_B, num_new_B, T, C)
     new = jnp.stack([k_BTKH, v_BTKH], 2).astype(kv_pages_LKM.dtype)
     new = _one_token(new, W) if T == 1 else _staged(new, start_B, C, (E, W))
-    rows = min(len(items_IS), max(1, GROUP_BYTES // (K * E * W * kv_pages_LKM.dtype.itemsize)))
-    pad = -len(items_IS) % rows
-    items = jnp.pad(items_IS, ((0, pad), (0, 0))).reshape(-1, rows, 3).swapaxes(1, 2)
+    rows = min(len(items_I), max(1, GROUP_BYTES // (K * E * W * kv_pages_LKM.dtype.itemsize)))
+    pad = -len(items_I) % rows
+    items = jnp.pad(items_I, ((0, pad), (0, 0))).reshape(-1, rows, 3).swapaxes(1, 2)
     new = jnp.pad(new, [(0, pad)] + [(0, 0)] * (new.ndim - 1))
     stored = kv_pages_LKM.reshape(L, K, M, E, W)
     lanes = W if K * H % W == 0 else H

@@ -3,9 +3,9 @@
     s     = q k^T / sqrt(H),   m' = max(m, max s),   p = exp(s - m')
     denom = denom exp(m - m') + sum p,               acc = acc exp(m - m') + p v
 
-A block is P pages of E lines of 128 lanes; the first half of a page's lines are keys, the second
-half values. With heads of 64 a line holds two tokens (fold = 2) and queries are passed twice; see
-sparse_decode.py, also for the numerics.
+A block is a number of pages of E lines of 128 lanes; the first half of a page's lines are keys, the
+second half values. With heads of 64 a line holds two tokens (fold = 2) and queries are passed
+twice; see sparse_decode.py, also for the numerics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DecodeShape:
     page: int  # C
     num_pages: int  # M
     num_heads: int  # K
-    block: int  # P, pages per block
+    block: int  # pages per block
     ring: int  # buffers
 
     @property
@@ -57,7 +57,7 @@ class DecodeShape:
 def attend(i, q, buf_ref, state, limits, scales, shape: DecodeShape) -> None:
     """Add block i of the row's tokens to the state (max, denominator, weighted values).
 
-    q [fold X, W], buf_ref [P, E, W]. limits: (start, length) of the row, or None if every query
+    q [fold X, W], buf_ref [block, E, W]. limits: (start, length) of the row, or None if every query
     reads all of the block. scales: None or two rows [1, lines of the block].
     """
     m_ref, denom_ref, acc_ref = state
@@ -123,7 +123,7 @@ def visible(i, scores_shape, start, length, shape: DecodeShape) -> jax.Array:
 def block_scales(
     scales_ref, block_ref, ids_ref, first, count, shape: DecodeShape
 ) -> list[jax.Array]:
-    """Scales of keys and of values for each line of the block, two rows [1, P lines].
+    """Scales of keys and of values for each line of the block, two rows [1, block lines].
 
     The two scales of page j lie side by side in a line of scales_ref. A rotation brings them to
     lanes 0 and 1 of line j of block_ref, from where they are repeated for the page's lines. Entries

@@ -4,8 +4,8 @@
     delta = sum_h(out do),  ds = p (v do^T - delta),  dv = p do,  dk = ds q / sqrt(H),
     dq = ds^T k / sqrt(H)
 
-Grid (G, pairs), pairs in sequence. G = B x K groups of R query heads with one KV head: q is
-[G, R, T, H], k and v are [G, S, H]. A pair is a block of queries and a block of keys that some of
+Grid (U, pairs), pairs in sequence. U = B x K groups of R query heads with one KV head: q is
+[U, R, T, H], k and v are [U, S, H]. A pair is a block of queries and a block of keys that some of
 the queries see. One program adds the keys of its pair to the state of the queries (forward, dq), or
 its queries to the gradients of the keys (dk, dv); the state stays on chip while its block does:
 
@@ -84,7 +84,7 @@ def flash_prefill(
 def _prepare(
     q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interpret, tuning
 ) -> tuple[Any, ...]:
-    """The arguments of _attend: q [G, R, T, H], k and v [G, S, H], words or None, and the spec."""
+    """The arguments of _attend: q [U, R, T, H], k and v [U, S, H], words or None, and the spec."""
     T, N = q_BTNH.shape[1:3]
     K = k_BTKH.shape[2]
     tuning = tuning or tune_prefill(T, N // K)
@@ -102,8 +102,8 @@ def _prepare(
             q, k, jnp.asarray(budget_T), jnp.asarray(prompt_len_B), page, chunk,
             queries=spec.queries, keys=spec.keys,
         )  # fmt: skip
-    k_GSH, v_GSH = (_pack(x, K, spec.keys)[:, 0] for x in (k_BTKH, v_BTKH))
-    return _pack(q_BTNH, K, spec.queries), k_GSH, v_GSH, words, spec
+    k_USH, v_USH = (_pack(x, K, spec.keys)[:, 0] for x in (k_BTKH, v_BTKH))
+    return _pack(q_BTNH, K, spec.queries), k_USH, v_USH, words, spec
 
 
 def _check(q_BTNH, k_BTKH, v_BTKH, spec) -> None:
@@ -127,44 +127,44 @@ def _check(q_BTNH, k_BTKH, v_BTKH, spec) -> None:
 
 
 def _pack(x_BTNH, num_groups, block) -> jax.Array:
-    """[B, T, N, H] -> [G, N / K, T, H], padded to whole blocks."""
+    """[B, T, N, H] -> [U, N / K, T, H], padded to whole blocks."""
     B, T, _, H = x_BTNH.shape
     x = jnp.pad(x_BTNH, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
     return x.swapaxes(1, 2).reshape(B * num_groups, -1, x.shape[1], H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_GRTH, k_GSH, v_GSH, words, spec) -> jax.Array:
-    return _forward(q_GRTH, k_GSH, v_GSH, words, spec)[0]
+def _attend(q_URTH, k_USH, v_USH, words, spec) -> jax.Array:
+    return _forward(q_URTH, k_USH, v_USH, words, spec)[0]
 
 
-def _attend_fwd(q_GRTH, k_GSH, v_GSH, words, spec) -> tuple[jax.Array, tuple[Any, ...]]:
-    out_GRTH, lse_G1X = _forward(q_GRTH, k_GSH, v_GSH, words, spec)
-    return out_GRTH, (q_GRTH, k_GSH, v_GSH, words, out_GRTH, lse_G1X)
+def _attend_fwd(q_URTH, k_USH, v_USH, words, spec) -> tuple[jax.Array, tuple[Any, ...]]:
+    out_URTH, lse_U1X = _forward(q_URTH, k_USH, v_USH, words, spec)
+    return out_URTH, (q_URTH, k_USH, v_USH, words, out_URTH, lse_U1X)
 
 
-def _attend_bwd(spec, saved, do_GRTH) -> tuple[Any, ...]:
-    q_GRTH, k_GSH, v_GSH, words, out_GRTH, lse_G1X = saved
-    delta_GRT = (out_GRTH.astype(jnp.float32) * do_GRTH.astype(jnp.float32)).sum(-1)
-    delta = delta_GRT.reshape(*delta_GRT.shape[:2], -1, spec.queries).swapaxes(1, 2)
-    arrays = [q_GRTH, k_GSH, v_GSH, do_GRTH, lse_G1X, delta.reshape(lse_G1X.shape)]
+def _attend_bwd(spec, saved, do_URTH) -> tuple[Any, ...]:
+    q_URTH, k_USH, v_USH, words, out_URTH, lse_U1X = saved
+    delta_URT = (out_URTH.astype(jnp.float32) * do_URTH.astype(jnp.float32)).sum(-1)
+    delta = delta_URT.reshape(*delta_URT.shape[:2], -1, spec.queries).swapaxes(1, 2)
+    arrays = [q_URTH, k_USH, v_USH, do_URTH, lse_U1X, delta.reshape(lse_U1X.shape)]
     return _query_gradient(arrays, words, spec), *_key_gradients(arrays, words, spec), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(q_GRTH, k_GSH, v_GSH, words, spec) -> list[jax.Array]:
-    """Output [G, R, T, H] and lse [G, 1, R x T], ordered by (block, head, query in the block)."""
-    G, R, T, H = q_GRTH.shape
+def _forward(q_URTH, k_USH, v_USH, words, spec) -> list[jax.Array]:
+    """Output [U, R, T, H] and lse [U, 1, R x T], ordered by (block, head, query in the block)."""
+    U, R, T, H = q_URTH.shape
     rows = R * spec.queries
-    lse_G1X = jax.ShapeDtypeStruct((G, 1, R * T), jnp.float32)
-    state, out = [(1, rows), (1, rows), (H, rows)], [(q_GRTH, "query"), (lse_G1X, "lane")]
-    return _call(_forward_kernel, spec, state, [q_GRTH, k_GSH, v_GSH], words, out)
+    lse_U1X = jax.ShapeDtypeStruct((U, 1, R * T), jnp.float32)
+    state, out = [(1, rows), (1, rows), (H, rows)], [(q_URTH, "query"), (lse_U1X, "lane")]
+    return _call(_forward_kernel, spec, state, [q_URTH, k_USH, v_USH], words, out)
 
 
 def _query_gradient(arrays, words, spec) -> jax.Array:
-    """dq from q, k, v, do [G, R, T, H], and lse and delta [G, 1, R x T]."""
+    """dq from q, k, v, do [U, R, T, H], and lse and delta [U, 1, R x T]."""
     state, out = [(arrays[0].shape[3], spec.ratio * spec.queries)], [(arrays[0], "query")]
     return _call(_query_gradient_kernel, spec, state, arrays, words, out)[0]
 
@@ -180,7 +180,7 @@ INPUTS = ["query", "key", "key", "query", "lane", "lane"]
 
 def _call(kernel, spec, state, arrays, words, out) -> list[jax.Array]:
     """One pallas_call over the pairs of blocks, in the order of the first result's blocks."""
-    G, R, T, H = arrays[0].shape
+    U, R, T, H = arrays[0].shape
     num_queries, num_keys = T // spec.queries, arrays[1].shape[1] // spec.keys
     pairs = _pairs(num_queries, num_keys, spec, out[0][1])
     query, key = (None, R, spec.queries, H), (None, spec.keys, H)
@@ -198,7 +198,7 @@ def _call(kernel, spec, state, arrays, words, out) -> list[jax.Array]:
         functools.partial(kernel, spec=spec, last=(num_queries - 1, num_keys - 1)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(G, pairs.shape[1]),
+            grid=(U, pairs.shape[1]),
             in_specs=in_specs,
             out_specs=[blocks[kind] for _, kind in out],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in state],

@@ -269,10 +269,18 @@ def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, 
     num_pages = -(-num_keys // page)
     summary = jax.tree.map(lambda x_BKP: x_BKP[:, :, :num_pages], summary)
     scores = rule.scores(q_BKRtH.astype(jnp.float32), summary, k_BKSH, pos_t, page)
-    budget_t = budget_T[jnp.minimum(pos_t, budget_T.shape[0] - 1)]
-    pages = page_mask(lax.stop_gradient(scores), pos_t // page + 1, budget_t)
-    pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
+    pages = replayed_pages(lax.stop_gradient(scores), pos_t, budget_T, prompt_len_B, page)
     return jnp.repeat(pages, page, -1)[..., :num_keys]
+
+
+def replayed_pages(scores_BKtP, pos_t, budget_T, prompt_len_B, page) -> jax.Array:
+    """Pages that decode read at positions pos_t, bool [B, K, t, P]; all pages in prompts.
+
+    Past the end of budget_T the last budget holds.
+    """
+    budget_t = budget_T[jnp.minimum(pos_t, budget_T.shape[0] - 1)]
+    pages = page_mask(scores_BKtP, pos_t // page + 1, budget_t)
+    return pages | (pos_t < prompt_len_B[:, None])[:, None, :, None]
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t) -> jax.Array:

@@ -5,7 +5,7 @@
 
 Grid (K, B), heads in parallel, rows in sequence: one program owns one KV head of one row, with all
 its T x R queries. The pool stays in HBM. A DMA per page copies the listed pages into a ring of
-buffers in VMEM. A buffer holds a block of P pages (tuning.DecodeTuning), and a block is one step of
+buffers in VMEM. A buffer holds a block of pages (tuning.DecodeTuning), and a block is one step of
 the online softmax. While block i is multiplied, the next ring - 1 blocks are in flight. Behind the
 last block of a row these are the first blocks of the next row, so that only the first row of a head
 waits for its pages. With a ring of 4 and rows of 3 and 5 blocks:
@@ -22,9 +22,9 @@ visible to every query, and followed by a full block, copies and products stand 
 piece of code (`hot`). Otherwise, at the end of a row or before a short one, the program starts as
 many copies as there are pages and masks the rest, values included, since 0 x NaN is NaN.
 
-On chip, per program: ring x P pages; q, output and state of at most 2 T R x 128 numbers; in SMEM
-the lists of this row and the next (two windows of 2 J ids); with page scales, two windows of the
-head's scales, 8 M bytes each. P = 32, ring 6, C = 16, H = 128, bfloat16: 1.6 MiB.
+On chip, per program: ring x block pages; q, output and state of at most 2 T R x 128 numbers; in
+SMEM the lists of this row and the next (two windows of 2 J ids); with page scales, two windows of
+the head's scales, 8 M bytes each. 32 pages in a block, ring 6, C = 16, H = 128, bfloat16: 1.6 MiB.
 
 A page of W = 128 lanes holds C H / W lines of keys, then as many of values (layout.py). With H = 64
 a line holds two tokens. The queries are then passed twice, as [q, 0] for even and [0, q] for odd
@@ -206,18 +206,18 @@ def _kernel(
     pool_ref,  # HBM [L K M, E, W]
     out_ref,  # VMEM [1, 1, X, H]
     lse_ref,  # VMEM [1, 1, X, 1]
-    buf_refs,  # 2 x VMEM [ring / 2, P, E, W]: buffers 0, 2, .. and 1, 3, ..
+    buf_refs,  # 2 x VMEM [ring / 2, block, E, W]: buffers 0, 2, .. and 1, 3, ..
     sem_ref,  # DMA [ring]
     ring_ref,  # SMEM [1]: buffer of the row's first block
     m_ref,  # VMEM [fold X, 1]
     denom_ref,  # VMEM [fold X, 1]
     acc_ref,  # VMEM [fold X, W]
-    block_scales_refs,  # [] or [VMEM [P, W]]: scales of the block's pages in lanes 0 and 1
+    block_scales_refs,  # [] or [VMEM [block, W]]: scales of the block's pages in lanes 0 and 1
     *,
     shape: DecodeShape,
 ) -> None:
     k, b, num_rows = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    P, ring, ahead = shape.block, shape.ring, shape.ring - 1
+    block, ring, ahead = shape.block, shape.ring, shape.ring - 1
     first = (layer_ref[0] * shape.num_heads + k) * shape.num_pages
     pool = pool_ref.at[pl.ds(first, shape.num_pages)]
     start, length = start_ref[b], length_ref[b]
@@ -227,13 +227,13 @@ def _kernel(
     pages = _ceil_div(length, shape.page)
     next_length = length_ref[jnp.where(has_next, b + 1, b)]
     next_pages = jnp.where(has_next, _ceil_div(next_length, shape.page), 0)
-    blocks = _ceil_div(pages, P)
+    blocks = _ceil_div(pages, block)
 
     def source(v) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(list, first entry, pages) of block v of this row, or block v - blocks of the next."""
         mine = v < blocks
-        first = jnp.where(mine, v, v - blocks) * P
-        count = jnp.clip(jnp.where(mine, pages, next_pages) - first, 0, P)
+        first = jnp.where(mine, v, v - blocks) * block
+        count = jnp.clip(jnp.where(mine, pages, next_pages) - first, 0, block)
         return jnp.where(mine, row, jnp.minimum(row + 1, last_list)), first, count
 
     @pl.when(b == 0)
@@ -271,10 +271,10 @@ def _kernel(
     def attend(i, slot, odd, masked) -> None:
         scales = None
         if scales_refs:
-            count = jnp.minimum(pages - i * P, P)
+            count = jnp.minimum(pages - i * block, block)
             ids = ids_ref.at[row, 0, 0]
             scales = decode_block.block_scales(
-                scales_refs[0], block_scales_refs[0], ids, i * P, count, shape
+                scales_refs[0], block_scales_refs[0], ids, i * block, count, shape
             )
         buf_ref, mask = _buffer(buf_refs, slot, odd), limits if masked else None
         decode_block.attend(i, q_ref[0, 0], buf_ref, state, mask, scales, shape)
@@ -282,13 +282,13 @@ def _kernel(
     def step(i, slot, odd) -> None:
         after = lax.rem(slot + ahead, ring)
         listed, first, count = source(i + ahead)
-        hot = (i < clear) & (count == P)
+        hot = (i < clear) & (count == block)
 
         @pl.when(hot)
         def _() -> None:
             _wait(_buffer(buf_refs, slot, odd), sem_ref.at[slot])
-            ids = ids_ref.at[listed, 0, 0, pl.ds(first, P)]
-            for j in range(P):
+            ids = ids_ref.at[listed, 0, 0, pl.ds(first, block)]
+            for j in range(block):
                 copy(_page_id(ids, j), after, 1 - odd, j).start()
             attend(i, slot, odd, False)
 
@@ -296,7 +296,7 @@ def _kernel(
         def _() -> None:
             start_block(i + ahead, after, 1 - odd)
 
-            @pl.loop(0, jnp.minimum(pages - i * P, P))
+            @pl.loop(0, jnp.minimum(pages - i * block, block))
             def _(j) -> None:
                 _wait(_buffer(buf_refs, slot, odd).at[j], sem_ref.at[slot])
 

@@ -1,7 +1,7 @@
 """The pages that each query of a replay reads, packed into bits for flash_prefill.
 
     scores[c, p] = mean query of the group at position c . landmark of page p
-    pages[c, p]  = the row's prompt is longer than c, or reference.page_mask(scores)[c, p]
+    pages[c, p]  = reference.replayed_pages(scores)[c, p]: the page rule; all pages in prompts
 
 One int32 word holds 32 pages of one query, so that a page and a query take 1 / 32 byte: 64 MiB for
 8 groups of heads at 32K tokens. Words are computed in chunks of queries, so that no array
@@ -46,10 +46,7 @@ def page_words(
         q_BcKRH = q_BTNH[:, first:last].reshape(B, last - first, K, N // K, H)
         q_BKcH = q_BcKRH.float().mean(3).transpose(1, 2).double()
         scores = (q_BKcH @ landmarks_BKPH[:, :, : -(-last // page)].mT).float()
-        budget = budget_T[position.clamp(max=len(budget_T) - 1)]
-        pages = reference.page_mask(scores, position // page + 1, budget)
-        pages |= (position < prompt_len_B[:, None])[:, None, :, None]
-        bits = _to_bits(pages)
+        bits = _to_bits(reference.replayed_pages(scores, position, budget_T, prompt_len_B, page))
         words[:, :, : bits.shape[2], first:last] = bits
     return words.flatten(0, 1)
 

@@ -235,10 +235,18 @@ def _replay_mask(
     with torch.no_grad():
         summary = [x_BKP[:, :, :num_pages] for x_BKP in summary]
         scores = rule.scores(q_BKRtH.float(), summary, k_BKSH, pos_t, page)
-        budget_t = budget_T[pos_t.clamp(max=len(budget_T) - 1)]
-        pages = page_mask(scores, pos_t // page + 1, budget_t)
-        pages |= (pos_t < prompt_len_B[:, None])[:, None, :, None]
+        pages = replayed_pages(scores, pos_t, budget_T, prompt_len_B, page)
     return pages.repeat_interleave(page, -1)[..., :num_keys]
+
+
+def replayed_pages(scores_BKtP, pos_t, budget_T, prompt_len_B, page) -> torch.Tensor:
+    """Pages that decode read at positions pos_t, bool [B, K, t, P]; all pages in prompts.
+
+    Past the end of budget_T the last budget holds.
+    """
+    budget_t = budget_T[pos_t.clamp(max=len(budget_T) - 1)]
+    pages = page_mask(scores_BKtP, pos_t // page + 1, budget_t)
+    return pages | (pos_t < prompt_len_B[:, None])[:, None, :, None]
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t) -> torch.Tensor:

@@ -116,11 +116,11 @@ def sparse_decode(
     return out_BTNH, lse_BTN
 
 
-def join_splits(part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN) -> None:
+def join_splits(part_ZBTNH, part_lse_ZBTN, out_BTNH, lse_BTN) -> None:
     """Write the joined outputs of the splits into out_BTNH and lse_BTN."""
-    splits, B, T, N, H = part_SBTNH.shape
+    splits, B, T, N, H = part_ZBTNH.shape
     _combine[(B * T, N)](
-        part_SBTNH, part_lse_SBTN, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
+        part_ZBTNH, part_lse_ZBTN, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
         H=H, S=triton.next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Tracer:
         self._how = {"dtype": jnp.dtype(str(self.description["dtype"]))}
 
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [B, N] of greedy decoding by the engine."""
+        """Tokens and log-probs [B, T] of greedy decoding by the engine."""
         return greedy(self.generate, prompts)
 
     def forward(self, tokens_BT) -> Mapping[str, np.ndarray]:

@@ -93,14 +93,14 @@ def build_step(
         model, pool, num_slots=rows, table_width=width, chunk=1, num_dense=NUM_DENSE,
         stop_ids=[-1], capture=capture,
     )  # fmt: skip
-    programs.hidden_SD.normal_()
+    programs.hidden_AD.normal_()
     plan = plan_budgets(schedule, width)
     num = -(-(lengths + MARGIN) // PAGE_SIZE)
     pages = 1 + torch.randperm(int(num.sum()), device=device).int().cpu().numpy()
     table = np.zeros((rows, width), np.int32)
     for row, own in zip(table, np.split(pages, np.cumsum(num)[:-1]), strict=True):
         row[: len(own)] = own
-    key_S = np.split(np.arange(2 * rows, dtype=np.uint32), 2)
+    key_A = np.split(np.arange(2 * rows, dtype=np.uint32), 2)
     with torch.no_grad():
         shape = Shape(
             rows=rows, num_budgets=len(plan.budgets), bin_tokens=plan.bin_tokens,
@@ -108,11 +108,11 @@ def build_step(
         )  # fmt: skip
         step = DecodeStep(programs, shape)
         decoding = Decoding(
-            active_S=np.ones(rows, bool),
-            cached_S=lengths,
-            limit_S=lengths + MARGIN,
-            key_S=(key_S[0], key_S[1]),
-            page_table_SP=table,
+            active_A=np.ones(rows, bool),
+            cached_A=lengths,
+            limit_A=lengths + MARGIN,
+            key_A=(key_A[0], key_A[1]),
+            page_table_AP=table,
             **plan._asdict(),
             temperature=1.0,
             top_p=1.0,

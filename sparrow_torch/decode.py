@@ -1,8 +1,8 @@
 """The device programs of the engine: prefill a chunk, fork samples, decode a step.
 
     prefill  prompt tokens ---> pages of the cache, prompt_hidden (last hidden state of a prompt)
-    fork     prompt_hidden ---> hidden_SD of a slot; copies the partly filled last page
-    decode   hidden_SD -> logits -> token -> model.extend -> cache, hidden_SD   (repeated)
+    fork     prompt_hidden ---> hidden_AD of a slot; copies the partly filled last page
+    decode   hidden_AD -> logits -> token -> model.extend -> cache, hidden_AD   (repeated)
 
 A decode step runs over the running samples, their number rounded up to a bucket (a power of 2), on
 buffers of fixed address and shape. On a GPU each bucket is captured once as a CUDA graph and then
@@ -77,18 +77,18 @@ class DecodeStep:
         self.num_sampled_B.zero_()
         self.slot_B[:count] = torch.as_tensor(slots)
         rows: list[tuple[torch.Tensor, Any]] = [
-            (self.active_B, d.active_S), (self.cached_B, d.cached_S), (self.limit_B, d.limit_S),
-            (self.table_BP, d.page_table_SP),
+            (self.active_B, d.active_A), (self.cached_B, d.cached_A), (self.limit_B, d.limit_A),
+            (self.table_BP, d.page_table_AP),
         ]  # fmt: skip
-        rows += [(mine, key.astype("int64")) for mine, key in zip(self.key_B, d.key_S, strict=True)]
-        for mine, x_S in rows:
-            mine[:count] = torch.as_tensor(x_S[slots])
+        rows += [(mine, key.astype("int64")) for mine, key in zip(self.key_B, d.key_A, strict=True)]
+        for mine, x_A in rows:
+            mine[:count] = torch.as_tensor(x_A[slots])
         self.budgets.copy_(torch.as_tensor(d.budgets))
 
     def _step(self) -> None:
         """Sample a token from the hidden state of each row, then run it through the model."""
         p, shape, cached = self.programs, self.shape, self.cached_B
-        hidden_BD = p.hidden_SD[self.slot_B]
+        hidden_BD = p.hidden_AD[self.slot_B]
         token, logp = p.sample(
             p.model.logits(hidden_BD), self.key_B, cached, shape.temperature, shape.top_p
         )
@@ -106,7 +106,7 @@ class DecodeStep:
             p.cache, token[:, None], cached, active.int(), self.table_BP, num_dense=p.num_dense,
             **sparse,
         )  # fmt: skip
-        p.hidden_SD[self.slot_B] = torch.where(active[:, None], out_BTD[:, 0], hidden_BD)
+        p.hidden_AD[self.slot_B] = torch.where(active[:, None], out_BTD[:, 0], hidden_BD)
         self.cached_B += active
         self.active_B.copy_(active)
 
@@ -126,7 +126,7 @@ class Programs:
         self.device = embed_VD.device
         self.stop_ids = torch.tensor(stop_ids, device=self.device)
         # The last row is for padding.
-        self.hidden_SD = embed_VD.new_zeros(num_slots + 1, embed_VD.shape[1])
+        self.hidden_AD = embed_VD.new_zeros(num_slots + 1, embed_VD.shape[1])
         self.prompt_hidden = embed_VD.new_zeros(PREFILL_ROWS, embed_VD.shape[1])
         self.steps: dict[Shape, DecodeStep] = {}
         if self.device.type == "cuda":
@@ -162,14 +162,14 @@ class Programs:
     def fork(self, starts: Sequence[Fork]) -> None:
         """Start samples of the prompts that were prefilled last."""
         source, slot, page_from, page_to = self._tensor(starts).T
-        self.hidden_SD[slot] = self.prompt_hidden[source]
+        self.hidden_AD[slot] = self.prompt_hidden[source]
         kv, _ = self.cache
         kv[:, :, page_to] = kv[:, :, page_from]
 
     @torch.no_grad()
     def decode(self, d: Decoding) -> DecodeResult:
         """Sample up to `chunk` tokens in every active slot."""
-        slots = d.active_S.nonzero()[0]
+        slots = d.active_A.nonzero()[0]
         shape = Shape(
             bucket(len(slots), self.num_slots), len(d.budgets), d.bin_tokens, d.max_selected,
             d.temperature, d.top_p,
@@ -179,24 +179,24 @@ class Programs:
         step = self.steps[shape]
         step.load(d, slots)
         tokens, logps = [], []
-        for _ in range(min(self.chunk, int((d.limit_S - d.cached_S)[slots].max()))):
+        for _ in range(min(self.chunk, int((d.limit_A - d.cached_A)[slots].max()))):
             if self.device.type == "cpu" and not step.active_B.any():
                 break  # on a GPU this check would force a host sync; finished rows are masked
             step.run()
             tokens.append(step.token_B.clone())
             logps.append(step.logp_B.clone())
-        S, T = len(d.active_S), len(tokens)
+        A, T = len(d.active_A), len(tokens)
 
-        def by_slot(before_S: np.ndarray, rows: torch.Tensor) -> np.ndarray:
-            before_S[slots] = rows[: len(slots)].cpu().numpy()
-            return before_S
+        def by_slot(before_A: np.ndarray, rows: torch.Tensor) -> np.ndarray:
+            before_A[slots] = rows[: len(slots)].cpu().numpy()
+            return before_A
 
         return DecodeResult(
-            active_S=by_slot(d.active_S.copy(), step.active_B),
-            cached_S=by_slot(d.cached_S.copy(), step.cached_B),
-            tokens_ST=by_slot(np.zeros((S, T), np.int32), torch.stack(tokens, 1)),
-            logp_ST=by_slot(np.zeros((S, T), np.float32), torch.stack(logps, 1)),
-            num_sampled_S=by_slot(np.zeros(S, np.int32), step.num_sampled_B),
+            active_A=by_slot(d.active_A.copy(), step.active_B),
+            cached_A=by_slot(d.cached_A.copy(), step.cached_B),
+            tokens_AT=by_slot(np.zeros((A, T), np.int32), torch.stack(tokens, 1)),
+            logp_AT=by_slot(np.zeros((A, T), np.float32), torch.stack(logps, 1)),
+            num_sampled_A=by_slot(np.zeros(A, np.int32), step.num_sampled_B),
         )
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Tracer:
         self.description = {**describe(embed.device, embed.dtype), "attention": self.model.ops.name}
 
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [B, N] of greedy decoding by the engine."""
+        """Tokens and log-probs [B, T] of greedy decoding by the engine."""
         return greedy(self.generate, prompts)
 
     def tensor(self, x) -> torch.Tensor:

@@ -55,7 +55,7 @@ class TransformersTracer:
 
     @torch.no_grad()
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [B, N], one prompt at a time, through transformers' cache."""
+        """Tokens and log-probs [B, T], one prompt at a time, through transformers' cache."""
         # The model's own configuration could end a row early or penalize repetition.
         self.model.generation_config = transformers.GenerationConfig()
         how = transformers.GenerationConfig(

@@ -91,7 +91,7 @@ class VllmTracer:
             return self._llm.generate(given, how, use_tqdm=False)
 
     def greedy(self, prompts, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [B, N], all prompts at once."""
+        """Tokens and log-probs [B, T], all prompts at once."""
         answers = [out.outputs[0] for out in self._run(
             [p.tokens for p in prompts], num_tokens, logprobs=0)]  # fmt: skip
         logp = [[at[t].logprob for t, at in zip(a.token_ids, a.logprobs, strict=True)]

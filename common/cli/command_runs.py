@@ -41,7 +41,7 @@ class Arguments:
 
 
 MOST_ROWS = 2**20
-"""Of one evaluation: held-out prompts times samples."""
+"""Most responses of one evaluation: held-out prompts times samples."""
 MOST_SEEDS = 1000
 
 

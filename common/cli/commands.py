@@ -28,8 +28,8 @@ class Flag:
 class Command:
     """A row of the table.
 
-    names: how the help shows positional arguments, "" if there are none; min_names: their least
-    number. resumes: started again, the command goes on where it was stopped.
+    names: how the help shows positional arguments, "" if there are none; min_names: the fewest of
+    them. resumes: started again, the command goes on where it was stopped.
     """
 
     name: str
@@ -234,7 +234,7 @@ COMMANDS: dict[str, Command] = {
                 Flag("out", ".npz file to write", required=True),
                 Flag(
                     "force_tokens",
-                    "trace whose tokens this backend takes, instead of sampling its own",
+                    "trace with the tokens that this backend takes, instead of sampling its own",
                 ),
                 Flag("num_prompts", "prompts taken from the file; default 4", kind=int),
                 Flag("prompt_tokens", "tokens kept of each prompt; default 256", kind=int),

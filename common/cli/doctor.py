@@ -27,7 +27,7 @@ MIN_MEMORY_GIB, MIN_DISK_GIB = 4.0, 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line. detail: what was found, or if not ok, why not; remedy: one thing to do about it."""
+    """One line of the report. detail: what was found, or why it failed; remedy: what to do then."""
 
     name: str
     ok: bool

@@ -59,8 +59,8 @@ def find(paths: Sequence[Path], out: Path | None, **criterion: Any) -> None:
     if len(profiles) == 1:
         profile, found = profiles[0], search(profiles[0], **criterion)
     else:
-        length_N, weight_N = profile_lengths(profiles)
-        cost = functools.partial(tokens_read, length_N=length_N, weight_N=weight_N)
+        lengths, weights = profile_lengths(profiles)
+        cost = functools.partial(tokens_read, lengths=lengths, weights=weights)
         best, found = search_page_sizes(profiles, cost, **criterion)
         profile = profiles[best]
         for size, tokens in found.provenance["page_size_costs"].items():

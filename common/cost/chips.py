@@ -1,7 +1,7 @@
-"""Chips: bytes and operations a second, memory; each figure from its vendor's public page.
+"""Peak bandwidth, peak compute and memory of accelerators, each from its vendor's public page.
 
-Peaks, as the vendor states them: bfloat16 with float32 sums, without the 2:4 sparsity of weights
-that doubles the figure in some data sheets. "this" is the machine at hand, measured.
+Compute is bfloat16 with float32 sums, without the 2:4 sparsity of weights that doubles the figure
+in some data sheets. The chip "this" is the CPU that runs the command; its figures are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.records.json_checks import integer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """memory_bytes with bytes_per_second of bandwidth; flops_per_second of dense bfloat16."""
+    """An accelerator: memory, and the peaks of its bandwidth and of dense bfloat16 operations."""
 
     name: str
     bytes_per_second: float
@@ -29,11 +29,11 @@ class Chip:
 
     @property
     def intensity(self) -> float:
-        """Operations in the time of one byte: I = flops_per_second / bytes_per_second."""
+        """Operations in the time that one byte takes: flops_per_second / bytes_per_second."""
         return self.flops_per_second / self.bytes_per_second
 
     def times(self, count: int) -> Chip:
-        """`count` chips as one that is `count` times larger: what they tell each other is free."""
+        """`count` chips as one of `count` times the size; communication is taken to be free."""
         count = integer(count, "chips", 1)
         if count == 1:
             return self
@@ -46,7 +46,7 @@ class Chip:
         )
 
     def describe(self) -> str:
-        """One line for people, in 10^9 and 10^12."""
+        """One line of text, in GB, GB/s and TFLOP/s."""
         return (
             f"{self.name}: {self.memory_bytes / 1e9:.0f} GB at {self.bytes_per_second / 1e9:.0f} "
             f"GB/s, {self.flops_per_second / 1e12:.4g} TFLOP/s ({self.source})"
@@ -75,7 +75,7 @@ CHIPS: dict[str, Chip] = {
         _chip("tpu7x", 7380, 2307, 192, f"{_GOOGLE}/tpu7x"),
     )
 }
-"""name -> chip. Two data sheets of NVIDIA differ on a B200 (7.7 or 8 TB/s): the lower one."""
+"""name -> chip. NVIDIA's data sheets give 7.7 and 8 TB/s for a B200; this is the lower one."""
 
 
 def find(name: str) -> Chip:
@@ -92,7 +92,7 @@ def measure(copy_bytes: int = 2**28, width: int = 2048) -> Chip:
 
         bytes/s = 2 copy_bytes / best time (read and written);  FLOP/s = 2 width^3 / best time
 
-    A GPU or TPU in it is not looked at. Memory is all of the machine's.
+    Only the CPU is measured, not a GPU or TPU of the machine. memory_bytes is the whole RAM.
     """
     x = np.ones(copy_bytes // 4, np.float32)
     y = np.empty_like(x)

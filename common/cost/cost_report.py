@@ -30,7 +30,7 @@ TERMS = {
 
 
 def read_model(name: str) -> Geometry:
-    """A built-in geometry, or that of a config.json or of the directory it lies in."""
+    """The geometry of a built-in model, of a config.json, or of the directory that holds one."""
     if name in QWEN3:
         return QWEN3[name]
     path = Path(name)
@@ -44,7 +44,7 @@ def read_model(name: str) -> Geometry:
 
 
 def read_schedule(text: str) -> Schedule:
-    """A published name, a schedule file with pages of any size, or k=8 (pages of 16)."""
+    """The Schedule of a published name, a file with pages of any size, or k=8 (pages of 16)."""
     path = Path(text)
     if text not in presets.PUBLISHED and path.is_file():
         return schedule.parse(read(path, schedule.FORMAT), text)
@@ -55,7 +55,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def read_page_sizes(text: str) -> list[int]:
-    """Tokens per page, "16,32,64,128"."""
+    """The page sizes in tokens that a text such as "16,32,64,128" lists."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise UserError(f"--page_sizes={text}: expected numbers with commas, e.g. 16,32,64,128")

@@ -1,1 +1,1 @@
-"""Record what a backend computes, and find where two backends part."""
+"""Record what a backend computes, and find the first quantity in which two backends differ."""

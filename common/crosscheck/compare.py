@@ -1,4 +1,4 @@
-"""Compare two traces and find where two backends, machines or types part: `sparrow compare`.
+"""Compare two traces and find where two backends, machines or types differ: `sparrow compare`.
 
 Each quantity of common/crosscheck/trace.py gives a row: largest and mean deviation against the
 tolerance (common/crosscheck/deviations.py), and where it first goes beyond: the lowest layer, then
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One line: the same, or the first stage that is not."""
+        """One line: that the traces agree, or the first stage in which they do not."""
         bad = [row for row in self.rows if row.ok is False]
         if not bad:
             without = f"; not compared: {', '.join(self.missing)}" if self.missing else ""
@@ -159,7 +159,8 @@ def _floor(a: Trace, b: Trace, same_BT: np.ndarray) -> list[tuple]:
     Per length bin (mismatch.bin_tokens of the first trace).
 
     From the 20 likeliest tokens of each: sum min(p, q) over those in both lists; a token in one
-    list has at most the other's 20th probability there; the rests share at most the smaller one.
+    list has at most the other's 20th probability there; all other tokens share at most the smaller
+    of the two remainders.
     So it is at least the true rate, and nearly so where the lists hold most of the mass.
     """
     if "score/top_ids" not in a or "score/top_ids" not in b:

@@ -16,7 +16,7 @@ from common.report.html_page import text
 
 
 def write(result: Comparison, a: Trace, b: Trace, out: Path) -> None:
-    """The page, written whole."""
+    """Write the page; a reader never sees a half-written file."""
     title = f"{_who(a)} against {_who(b)}"
     parts = [
         f"<h1>{text(title)}</h1>",

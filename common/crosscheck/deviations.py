@@ -198,15 +198,15 @@ def decode(a: Trace, b: Trace, same_BT: np.ndarray, limits: Mapping[str, Limit])
     if "decode/pages" not in a or "decode/pages" not in b:
         return
     pages, scores, axes = a["decode/pages"], a["decode/page_scores"], ("layer", "row", "step")
-    L, B, R = pages.shape[:3]
+    L, B, T = pages.shape[:3]
     dense = len(a["decode/lse"]) - L  # the first layers are always dense
-    at_BR = np.minimum(a["tokens/prompt_len"][:, None] + np.arange(R), same_BT.shape[1] - 1)
-    there_BR = np.take_along_axis(same_BT, at_BR, 1) & (pages[0, ..., 0, 0] != -1)
+    at_BT = np.minimum(a["tokens/prompt_len"][:, None] + np.arange(T), same_BT.shape[1] - 1)
+    there_BT = np.take_along_axis(same_BT, at_BT, 1) & (pages[0, ..., 0, 0] != -1)
     square = np.where(np.isfinite(scores), np.float64(scores), np.nan) ** 2
     scale_L = np.maximum(np.sqrt(np.nanmean(square.reshape(L, -1), 1)), 1e-30).reshape(L, 1, 1, 1)
-    differ = (pages != b["decode/pages"]).any(-1) & there_BR[..., None]
+    differ = (pages != b["decode/pages"]).any(-1) & there_BT[..., None]
     before = _before(differ.any(-1))
-    judged = there_BR & ~before  # scores come before the choice of pages, log-sum-exp after it
+    judged = there_BT & ~before  # scores come before the choice of pages, log-sum-exp after it
     dev = _gap(scores, b["decode/page_scores"], void=True) / scale_L[..., None]
     dev = np.where(np.isnan(dev), -1, dev).max((-1, -2))
     dev = np.where(judged[:, :, ::SCORES_EVERY] & (dev >= 0), dev, np.nan)
@@ -217,14 +217,14 @@ def decode(a: Trace, b: Trace, same_BT: np.ndarray, limits: Mapping[str, Limit])
     dev = np.where(judged[..., None], np.where(differ, gap, 0.0), np.nan)
     row = row_of("decode/pages", dev, limits["pages"], (*axes, "head"), dense)
     if differ.any():
-        unseen = 1 - judged.sum() / np.maximum(L * there_BR.sum(), 1)
+        unseen = 1 - judged.sum() / np.maximum(L * there_BT.sum(), 1)
         share = f"{differ.mean():.2%} of the lists differ"
         share += "" if row.where else ", the first of each row by a tie"
         share += f"; {unseen:.0%} of decode comes after one and is not judged"
         row = dataclasses.replace(row, where=f"{row.where}; {share}" if row.where else share)
     yield row
     clean = judged & ~differ.any(-1)
-    clean = np.concatenate([np.broadcast_to(clean[:1], (dense, B, R)), clean]) if dense else clean
+    clean = np.concatenate([np.broadcast_to(clean[:1], (dense, B, T)), clean]) if dense else clean
     dev = _gap(a["decode/lse"], b["decode/lse"], clean[..., None], void=True)
     yield row_of("decode/lse", dev, limits["lse"], (*axes, "head"))
 

@@ -34,7 +34,7 @@ def of_parameter(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     about as large as the norm.
     """
     x = np.asarray(x, np.float32).reshape(len(x), -1, x.shape[-1])
-    along = np.float64(x @ directions(x.shape[2]))  # [L, R, 2]
+    along = np.float64(x @ directions(x.shape[2]))  # [L, n, 2]
     sketch = np.einsum("lrj,rj->lj", along, np.float64(directions(x.shape[1], stream=1)))
     norm = np.sqrt(np.einsum("lrc,lrc->l", x, x, dtype=np.float64))
     return norm, sketch * np.sqrt(x.shape[1] * x.shape[2])

@@ -69,7 +69,7 @@ class Tracer(Protocol):
     update: Callable[[TrainBatch], Update] | None
 
     def greedy(self, prompts: list[Prompt], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs [B, N] of greedy decoding."""
+        """Tokens and log-probs [B, T] of greedy decoding."""
         ...
 
     def forward(self, tokens_BT: np.ndarray) -> Mapping[str, np.ndarray]:
@@ -234,7 +234,7 @@ def _sketches(pairs: Iterator[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def responses(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Sampled tokens and their log-probs, [B, N]; every row must have N tokens."""
+    """Sampled tokens and their log-probs, [B, T]; every row must have T tokens."""
     columns = rollout.prompt_len_B[:, None] + np.arange(
         int((rollout.total_len_B - rollout.prompt_len_B).max())
     )
@@ -282,7 +282,7 @@ def _as_rollout(prompts: list[Prompt], forced: Mapping[str, np.ndarray]) -> Roll
 def greedy(
     generate: Callable[..., Rollout], prompts: list[Prompt]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probs [B, N] of an engine's greedy decode, for Tracer.greedy."""
+    """Tokens and log-probs [B, T] of an engine's greedy decode, for Tracer.greedy."""
     rollout = generate(prompts, num_samples=1, schedule=None, seed=0, temperature=0.0)
     tokens_BN, logp_BN = responses(rollout).values()
     return tokens_BN, logp_BN

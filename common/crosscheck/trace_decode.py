@@ -54,10 +54,10 @@ def run(
     cache: Cache, tokens_BT: np.ndarray, prompt_len_B: np.ndarray, total_len_B: np.ndarray, *,
     schedule: Schedule, chunk: int,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Arrays of R decode steps by name; a row that has ended holds NaN, and -1 for pages.
+    """Arrays of T decode steps by name; a row that has ended holds NaN, and -1 for pages.
 
-    lse [L, B, R, N], and of the sparse layers: pages int16 [L, B, R, K, J] (logical, rising),
-    page_gap [L, B, R, K], page_scores [L, B, R / SCORES_EVERY, K, P].
+    lse [L, B, T, N], and of the sparse layers: pages int16 [L, B, T, K, J] (logical, rising),
+    page_gap [L, B, T, K], page_scores [L, B, T / SCORES_EVERY, K, P].
     """
     C, T = schedule.page_size, tokens_BT.shape[1]
     prompts = int(prompt_len_B.max())

@@ -24,7 +24,7 @@ K3_FACTOR, K3_STEPS = 3.0, 5
 K3_FLOOR = 1e-4
 """Smallest start value of k3 in nats per token; below it, k3 is rounding error, not drift."""
 IDLE_STEPS = 5
-"""This number of steps in a row with a gradient of exactly 0, or without an update, alarms."""
+"""This number of steps in a row with a gradient of exactly 0, or without an update, is an alarm."""
 
 
 class Watch:

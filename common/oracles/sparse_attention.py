@@ -45,40 +45,40 @@ def select_pages(
 
 
 def page_scores(policy: str, q_NH: np.ndarray, k_SKH: np.ndarray, page_size: int) -> np.ndarray:
-    """Score [K, M] of each of the M whole pages for the newest token, position S - 1; float64.
+    """Score [K, P] of each of the P whole pages for the newest token, position S - 1; float64.
 
     q_NH: its queries; k_SKH: keys of positions 0 .. S - 1. KeyError for an unknown policy.
     """
     q_NH, k_SKH = np.asarray(q_NH, np.float64), np.asarray(k_SKH, np.float64)
     S, K, H = k_SKH.shape
-    M = S // page_size
+    P = S // page_size
     q_KRH = q_NH.reshape(K, -1, H)
-    pages_MCKH = k_SKH[: M * page_size].reshape(M, page_size, K, H)
+    pages_PCKH = k_SKH[: P * page_size].reshape(P, page_size, K, H)
     return {
         "mean": _mean, "quest": _quest, "window": _window, "random": _random, "oracle": _oracle,
-    }[policy](q_KRH, pages_MCKH, k_SKH)  # fmt: skip
+    }[policy](q_KRH, pages_PCKH, k_SKH)  # fmt: skip
 
 
-def _mean(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
-    return np.einsum("kh,mkh->km", q_KRH.mean(1), pages_MCKH.mean(1))
+def _mean(q_KRH: np.ndarray, pages_PCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
+    return np.einsum("kh,mkh->km", q_KRH.mean(1), pages_PCKH.mean(1))
 
 
-def _quest(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
+def _quest(q_KRH: np.ndarray, pages_PCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     q_KH = q_KRH.mean(1)
-    low, high = (q_KH * bound for bound in (pages_MCKH.min(1), pages_MCKH.max(1)))
+    low, high = (q_KH * bound for bound in (pages_PCKH.min(1), pages_PCKH.max(1)))
     return np.maximum(low, high).sum(-1).T
 
 
-def _window(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
-    return np.tile(np.arange(len(pages_MCKH), dtype=np.float64), (len(q_KRH), 1))
+def _window(q_KRH: np.ndarray, pages_PCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
+    return np.tile(np.arange(len(pages_PCKH), dtype=np.float64), (len(q_KRH), 1))
 
 
-def _random(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
+def _random(q_KRH: np.ndarray, pages_PCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     position = len(k_SKH) - 1
     return np.array([
-        [_hash(position, page, head) >> 8 for page in range(len(pages_MCKH))]
+        [_hash(position, page, head) >> 8 for page in range(len(pages_PCKH))]
         for head in range(len(q_KRH))
-    ], np.float64).reshape(len(q_KRH), len(pages_MCKH))  # fmt: skip
+    ], np.float64).reshape(len(q_KRH), len(pages_PCKH))  # fmt: skip
 
 
 def _hash(position: int, page: int, head: int) -> int:
@@ -94,12 +94,12 @@ def _mix(x: int) -> int:
     return x ^ x >> 16
 
 
-def _oracle(q_KRH: np.ndarray, pages_MCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
+def _oracle(q_KRH: np.ndarray, pages_PCKH: np.ndarray, k_SKH: np.ndarray) -> np.ndarray:
     s_KRS = np.einsum("krh,skh->krs", q_KRH, k_SKH) * k_SKH.shape[-1] ** -0.5
     weights = np.exp(s_KRS - s_KRS.max(-1, keepdims=True))
     mass_KS = (weights / weights.sum(-1, keepdims=True)).sum(1)
-    M, C = pages_MCKH.shape[:2]
-    return mass_KS[:, : M * C].reshape(-1, M, C).sum(-1)
+    P, C = pages_PCKH.shape[:2]
+    return mass_KS[:, : P * C].reshape(-1, P, C).sum(-1)
 
 
 def sparse_decode(

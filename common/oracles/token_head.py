@@ -15,19 +15,19 @@ def log_softmax(logits_NV: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def token_logprob(
-    logits_NV: np.ndarray, ids_N: np.ndarray, temperature: float = 1.0
+    logits_NV: np.ndarray, ids_X: np.ndarray, temperature: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """(log-prob of ids[i] under row i, entropy of row i in nats); rows and ids are aligned."""
     logp_NV = log_softmax(logits_NV, temperature)
     p_NV = np.exp(logp_NV)
-    entropy_N = -(p_NV * np.where(p_NV > 0, logp_NV, 0.0)).sum(axis=-1)
-    return np.take_along_axis(logp_NV, np.asarray(ids_N)[:, None], axis=-1)[:, 0], entropy_N
+    entropy_X = -(p_NV * np.where(p_NV > 0, logp_NV, 0.0)).sum(axis=-1)
+    return np.take_along_axis(logp_NV, np.asarray(ids_X)[:, None], axis=-1)[:, 0], entropy_X
 
 
 def acceptance_overlap(
     logits_dense_NV: np.ndarray, logits_sparse_NV: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
-    """alpha [N] = sum_v min(p_dense(v), p_sparse(v)) = 1 - total variation (paper, section 3)."""
+    """alpha [X] = sum_v min(p_dense(v), p_sparse(v)) = 1 - total variation (paper, section 3)."""
     p = np.exp(log_softmax(logits_dense_NV, temperature))
     q = np.exp(log_softmax(logits_sparse_NV, temperature))
     return np.minimum(p, q).sum(axis=-1)
@@ -39,7 +39,7 @@ def topk_estimate(
     logp_sparse_NJ: np.ndarray,
     ids_sparse_NJ: np.ndarray,
 ) -> np.ndarray:
-    """Lower bound of alpha [N] from the top log-probs of both sides (20 in the paper).
+    """Lower bound of alpha [X] from the top log-probs of both sides (20 in the paper).
 
         sum over v in both lists of min(p_dense(v), p_sparse(v)) <= alpha
 

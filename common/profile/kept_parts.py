@@ -21,8 +21,8 @@ from common.records.run_dir import atomic_write_text
 class KeptParts:
     """`with KeptParts(out, key) as parts`: arrays by name in OUT.parts/, gone after success.
 
-    key: JSON-serialisable, all that the parts depend on. Parts of another key are thrown away, with
-    a word to the user. A part is there whole or not at all. UserError if something else has the
+    key: JSON-serialisable, all that the parts depend on. Parts of another key are deleted, and a
+    message says so. A part is complete or absent. UserError if something else has the
     folder's name.
     """
 
@@ -70,7 +70,7 @@ class KeptParts:
 
 
 def weights_stamp(path: str) -> Any:
-    """What tells one state of a model directory from another: size and time of its files."""
+    """Size and modification time of the files of a model directory, which identify its state."""
     names = ("*.safetensors", "config.json")
     files = sorted(f for name in names for f in Path(path).glob(name)) if path else []
     return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]

@@ -73,7 +73,7 @@ class Profile:
         self._topk: list[dict[str, Any]] = []
 
     def add(self, m: Measured) -> list[acceptance.BinStats]:
-        """Statistics of one budget; returned for whoever wants to print them."""
+        """Add one budget to the profile; returns its statistics by bin, for printing."""
         stats = acceptance.statistics(m.alpha_BT, m.mask_BT, m.group_B, **self._how)
         self._rows += [{"k": m.k, **s.__dict__} for s in stats]
         if len(np.unique(m.group_B)) > 1:
@@ -98,7 +98,7 @@ class Profile:
         ]
 
     def record(self, summary: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """The file's content. summary: a line for people per budget."""
+        """The file's content. summary: one line of text for each budget."""
         versions = {name: metadata.version(name) for name in ("numpy", self._engine)}
         record = {**self._top, "rows": self._rows, "shape": self._shape, "versions": versions}
         if all(self._halves):

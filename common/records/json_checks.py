@@ -85,7 +85,7 @@ def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str]
 
 
 def read(path: Path, form: str) -> dict[str, Any]:
-    """The JSON object in a file; UserError unless its key "format" is `form`."""
+    """The JSON object in a file; UserError unless its value of "format" is `form`."""
     data = read_object(path)
     if data.get("format") != form:
         raise UserError(f"{path}: format={data.get('format')!r}, expected {form!r}")

@@ -5,7 +5,11 @@ step: `step`, flat `group/name` values, `bins` (one dict per length bin), `alarm
 
 Worked example of a resume at step 2 after a kill -9 while step 3 was being written:
 
-    {"step": 0, ...}\n {"step": 1, ...}\n {"step": 2, ...}\n {"step": 3, "rew
+    {"step": 0, ...}
+    {"step": 1, ...}
+    {"step": 2, ...}
+    {"step": 3, "rew                                            (no newline: the writer was killed)
+
     MetricsWriter(run_dir, resume_step=2, ...) keeps steps 0 and 1, byte for byte.
 
 Write the record of a step *before* its checkpoint is complete: a checkpoint that says "go on at
@@ -36,7 +40,7 @@ TIMING_PREFIXES = ("time/", "throughput/")
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's responses",
     "reward/std": "standard deviation of the rewards",
-    "reward/groups_with_signal": "share of groups whose rewards differ",
+    "reward/groups_with_signal": "share of groups with different rewards",
     "reward/missing": "responses without a reward",
     "response/len_mean": "mean response length, tokens",
     "response/len_max": "longest response, tokens",
@@ -50,14 +54,14 @@ METRICS: dict[str, str] = {
     "mismatch/abs_diff": "mean |p_sparse - p_dense| of the sampled tokens",
     "mismatch/replay_error": "largest |log-prob replayed - decoded| of a sampled token",
     "mismatch/ratio_max": "largest p_dense / p_sparse of a sampled token",
-    "controller/changes": "length bins whose budget the controller changed after this step",
+    "controller/changes": "length bins with a budget that the controller changed after this step",
     "controller/dense_bins": "length bins that read every page from the next step on",
     "controller/moves": "each change in words: positions, old and new k, reason",
     "grpo/loss": "GRPO loss",
     "grpo/grad_norm": "global gradient norm before clipping",
-    "grpo/clip_fraction": "share of loss tokens whose ratio was clipped",
+    "grpo/clip_fraction": "share of loss tokens with a clipped ratio",
     "grpo/masked_fraction": "share of response tokens dropped by the correction",
-    "grpo/truncated_fraction": "share of response tokens whose weight was cut to the cap",
+    "grpo/truncated_fraction": "share of response tokens with a weight cut to the cap",
     "grpo/entropy": "mean entropy of the dense policy, nats",
     "grpo/ratio_first_minibatch": "largest learner / scorer probability before the step "
     "(numerics; the loss takes exactly 1)",
@@ -141,7 +145,7 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 def read_sound(run_dir: Path | str) -> tuple[list[dict[str, Any]], int]:
     """(records in order, number of lines left out): for reports, which have to survive damage.
 
-    Lines that are not records are left out, and records whose step is not later than the one
+    Lines that are not records are left out, and records with a step not later than the one
     before. An incomplete last line is not counted.
     """
     path, records, damaged = Path(run_dir) / FILE_NAME, [], 0

@@ -127,8 +127,8 @@ def _learning(runs: Sequence[LoadedRun]) -> list[tuple[str | None, str]]:
         (reward, held),
         (length, "A length that falls steadily is a sign of collapse."),
         (entropy, "Of the dense policy."),
-        (signal, "Groups whose rewards differ; the others give no gradient."),
-        (clip, "Tokens whose ratio was clipped in the update."),
+        (signal, "Groups with different rewards; the others give no gradient."),
+        (clip, "Tokens with a ratio that the update clipped."),
         (norm, "Before clipping."),
     ]
 
@@ -158,7 +158,7 @@ def _mismatch(runs: Sequence[LoadedRun]) -> list[tuple[str | None, str]]:
         moved = plots_schedules.budgets_by_step(
             run.plot, f"Budget by step: {plots.short(run.plot.name)}"
         )
-        figures.append((moved, "Length bins whose budget the controller changed."))
+        figures.append((moved, "Length bins with a budget that the controller changed."))
     tokens = "share of tokens"
     for key, title, ylabel, top, caption in (
         ("rollout/share_of_pages", "Share of pages read", "share", 1.02, "Pages read / present."),

@@ -2,8 +2,8 @@
 
 Each seed is a whole replication: weights, warm-up, profile, schedule, prompts and sampling noise of
 its own; the arms of a seed share its warm start and its prompts. Only the scheduled arm has the
-controller, if the recipe has one. Held-out prompts and their noise are the same everywhere. All is
-done by the ordinary commands, so every part resumes by itself.
+controller, if the recipe has one. Held-out prompts and their noise are the same everywhere. Every
+part is an ordinary command, so it resumes where it was stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEED_KEYS = ("model.init_seed", "warmup.seed", "task.seed", "rollout.seed")
 
 
 def run_study(config_file: str, out: Path, *, seeds: int, fixed: str, jobs: int) -> None:
-    """Run what is missing, two or more at a time, then write study.json and study.svg."""
+    """Run the missing parts, `jobs` at a time, then write study.json and study.svg."""
     if seeds < 1 or jobs < 1:
         raise UserError(f"{seeds=}, {jobs=}: expected at least 1")
     out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """What a backend does for the paged engine: three programs, and the arrays that go in and out.
 
-Letters: S slots (rows of the decode program), P pages of a sequence, T tokens, B rows of a prefill.
+Letters: A slots (rows of the decode program), P pages of a sequence, T tokens, B rows of a prefill.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ PREFILL_ROWS = 8
 
 
 class Decoding(NamedTuple):
-    """Input of a decode program: state of the slots (S), budgets, sampling.
+    """Input of a decode program: state of the slots (A), budgets, sampling.
 
-    active_S bool. cached_S, limit_S int32: tokens in the cache, and at most at the end. key_S: the
-    two words of each row's noise key. page_table_SP int32: physical pages of each row, 0 = none.
+    active_A bool. cached_A, limit_A int32: tokens in the cache, and at most at the end. key_A: the
+    two words of each row's noise key. page_table_AP int32: physical pages of each row, 0 = none.
     The budget of a row is budgets[min(position // bin_tokens, last)]; max_selected is the width of
     the list of selected pages, or 0 to decode densely. temperature 0 decodes greedily.
     """
 
-    active_S: np.ndarray
-    cached_S: np.ndarray
-    limit_S: np.ndarray
-    key_S: tuple[np.ndarray, np.ndarray]
-    page_table_SP: np.ndarray
+    active_A: np.ndarray
+    cached_A: np.ndarray
+    limit_A: np.ndarray
+    key_A: tuple[np.ndarray, np.ndarray]
+    page_table_AP: np.ndarray
     budgets: np.ndarray
     bin_tokens: int
     max_selected: int
@@ -38,16 +38,16 @@ class Decoding(NamedTuple):
 class DecodeResult(NamedTuple):
     """Output of a decode program, in numpy.
 
-    active_S: False where a row is finished. cached_S: tokens in the cache. tokens_ST, logp_ST: the
-    sampled tokens and their log-probs; the first num_sampled_S[s] columns of row s are valid. The
+    active_A: False where a row is finished. cached_A: tokens in the cache. tokens_AT, logp_AT: the
+    sampled tokens and their log-probs; the first num_sampled_A[s] columns of row s are valid. The
     token that ends a row is sampled but not cached.
     """
 
-    active_S: np.ndarray
-    cached_S: np.ndarray
-    tokens_ST: np.ndarray
-    logp_ST: np.ndarray
-    num_sampled_S: np.ndarray
+    active_A: np.ndarray
+    cached_A: np.ndarray
+    tokens_AT: np.ndarray
+    logp_AT: np.ndarray
+    num_sampled_A: np.ndarray
 
 
 class Fork(NamedTuple):

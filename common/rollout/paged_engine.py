@@ -156,14 +156,14 @@ class _Run:
         self.temperature, self.top_p = temperature, top_p
         self.plan = plan_budgets(schedule, engine.table_width)
         self.rows = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
-        S, P = self.config.num_slots, engine.table_width
+        A, P = self.config.num_slots, engine.table_width
         self.pool = PagePool(engine.num_pages)
         self.prompt_queue = collections.deque(range(len(prompts)))
         self.groups: list[_Group] = []
-        self.slots: list[_Slot | None] = [None] * S
-        self.table_SP = np.zeros((S, P), np.int32)
-        self.cached_S, self.limit_S = np.zeros(S, np.int32), np.zeros(S, np.int32)
-        self.key_S = np.zeros((2, S), np.uint32)
+        self.slots: list[_Slot | None] = [None] * A
+        self.table_AP = np.zeros((A, P), np.int32)
+        self.cached_A, self.limit_A = np.zeros(A, np.int32), np.zeros(A, np.int32)
+        self.key_A = np.zeros((2, A), np.uint32)
         ids = np.array([prompts[p].prompt_id for p, _ in self.rows], np.uint32)
         self.row_keys = noise.row_key(seed, ids, np.array([s for _, s in self.rows], np.uint32))
         self.done: dict[int, _Slot] = {}
@@ -197,10 +197,10 @@ class _Run:
                 self.pool.share(shared)
                 row = group.index * self.num_samples + sample
                 self.slots[slot] = _Slot(row=row, pages=shared + pages)
-                self.table_SP[slot] = 0
-                self.table_SP[slot, : len(shared) + own] = shared + pages
-                self.cached_S[slot], self.limit_S[slot] = n, n + self.config.max_response_tokens
-                self.key_S[:, slot] = [k[row] for k in self.row_keys]
+                self.table_AP[slot] = 0
+                self.table_AP[slot, : len(shared) + own] = shared + pages
+                self.cached_A[slot], self.limit_A[slot] = n, n + self.config.max_response_tokens
+                self.key_A[:, slot] = [k[row] for k in self.row_keys]
                 page_from, page_to = (group.pages[-1], pages[0]) if n % C else (0, 0)
                 starts.append(Fork(group.prompt_row, slot, page_from, page_to))
         return starts
@@ -248,26 +248,26 @@ class _Run:
         assert active.any(), "no runnable row: the page pool is too small"
         result = self.device.decode(
             Decoding(
-                active_S=active,
-                cached_S=self.cached_S,
-                limit_S=self.limit_S,
-                key_S=(self.key_S[0], self.key_S[1]),
-                page_table_SP=self.table_SP,
+                active_A=active,
+                cached_A=self.cached_A,
+                limit_A=self.limit_A,
+                key_A=(self.key_A[0], self.key_A[1]),
+                page_table_AP=self.table_AP,
                 **self.plan._asdict(),
                 temperature=self.temperature,
                 top_p=self.top_p,
             )
         )
-        count_S = result.num_sampled_S
-        self.cached_S = np.array(result.cached_S)
-        self.stats["decode_tokens"] += float(count_S.sum())
-        self.stats["decode_steps"] += float(count_S.max())
+        count_A = result.num_sampled_A
+        self.cached_A = np.array(result.cached_A)
+        self.stats["decode_tokens"] += float(count_A.sum())
+        self.stats["decode_steps"] += float(count_A.max())
         for i in np.flatnonzero(active):
             slot = self.slots[i]
             assert slot is not None, "active"
-            slot.tokens.append(result.tokens_ST[i, : count_S[i]])
-            slot.logps.append(result.logp_ST[i, : count_S[i]])
-            if not result.active_S[i]:
+            slot.tokens.append(result.tokens_AT[i, : count_A[i]])
+            slot.logps.append(result.logp_AT[i, : count_A[i]])
+            if not result.active_A[i]:
                 self.pool.release(slot.pages)
                 self.done[slot.row] = slot
                 self.slots[i] = None

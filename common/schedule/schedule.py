@@ -1,6 +1,6 @@
 """Schedules: how many pages a query may read at which position; file format and presets.
 
-A schedule is data with a history. It is written as JSON:
+A schedule is a JSON file that also says how it was found:
 
     {"format": "sparrow-schedule-1", "name": "my-0.86", "page_size": 16, "bin_tokens": 64,
      "bins": [{"start": 0, "end": 64, "k": 4}, {"start": 64, "end": 128, "k": "dense"}],
@@ -42,7 +42,7 @@ def token_bins(positions: np.ndarray, bin_tokens: int) -> np.ndarray:
         bin(t) = (t - 1) // bin_tokens
 
     Token t is sampled by the query at t - 1, under the budget of its position. So bin b holds the
-    tokens of the queries at b w ... b w + w - 1. No query made token 0; it counts in bin 0.
+    tokens of the queries at b w ... b w + w - 1. Token 0 is given, not sampled; it is in bin 0.
     """
     if bin_tokens < 1:
         raise ValueError(f"{bin_tokens=}: expected at least 1")
@@ -148,7 +148,7 @@ class Schedule:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON file in one step: readers see the old file or the new, never a half."""
+        """Write the JSON file in one step: readers see the old file or the new, never a part."""
         path = Path(path)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
@@ -164,7 +164,7 @@ class Schedule:
 
 
 def written(k: int) -> int | str:
-    """A budget as files and people have it: "dense" for every page."""
+    """A budget as schedule files and messages show it: "dense" in place of every page."""
     return "dense" if k == DENSE else k
 
 

@@ -1,4 +1,4 @@
-"""Find a schedule in a profile: the smallest budgets whose tail of alpha meets tau.
+"""Find a schedule in a profile: the smallest budgets with a tail of alpha that meets tau.
 
 Source: arXiv 2606.08446, section 4. The paper judges by the estimate of p5 alone and at one page
 size; the lower bound, the refusal of bins without evidence and the search over page sizes are ours.
@@ -171,26 +171,27 @@ def _evidence(
     return bins
 
 
-def tokens_read(schedule: Schedule, length_N: np.ndarray, weight_N: np.ndarray) -> float:
+def tokens_read(schedule: Schedule, lengths: np.ndarray, weights: np.ndarray) -> float:
     """Mean tokens of K and V that a query reads, landmarks counted as well; no geometry needed.
 
         cost(length) = min(n, k + 3) C + n / 2,   n = ceil(length / C) pages of C tokens
 
     A landmark is one vector for each page and KV head, where a token is two (key and value): half
     a token a page. Large pages need fewer landmarks but select coarsely.
-    length_N: cached tokens, at least 1; weight_N: weights of the mean. In tokens, every KV head
-    alike.
+    lengths: cached tokens, at least 1; weights: weights of the mean. The
+    result is in tokens and the same for every KV head.
     """
-    pages = -(-np.asarray(length_N, np.int64) // schedule.page_size)
-    budgets = schedule.budgets_at(np.asarray(length_N) - 1) + np.int64(NUM_RESERVED)
+    pages = -(-np.asarray(lengths, np.int64) // schedule.page_size)
+    budgets = schedule.budgets_at(np.asarray(lengths) - 1) + np.int64(NUM_RESERVED)
     cost = np.minimum(pages, budgets) * schedule.page_size + pages / 2
-    return float(np.average(cost, weights=weight_N))
+    return float(np.average(cost, weights=weights))
 
 
 def profile_lengths(profiles: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """(length_N, weight_N): the middle of every bin of the profiles and the tokens counted there.
+    """(lengths, weights): the middle of every bin of the profiles and the tokens counted there.
 
-    All profiles together, so that schedules of different page sizes are weighed by one traffic.
+    All profiles are taken together, so that schedules of different page sizes are compared under
+    the same distribution of lengths.
     """
     counts: dict[int, int] = {}
     for row in (row for profile in profiles for row in profile["rows"]):
@@ -206,9 +207,9 @@ def search_page_sizes(
 ) -> tuple[int, Schedule]:
     """(index of its profile, Schedule) of the page size whose schedule costs least.
 
-    profiles: one model's, each of another page size. cost: of a schedule, lower is better, e.g.
-    `tokens_read`; equal costs: the first. criterion: as in `search`. provenance["page_size_costs"]
-    keeps the cost of each page size.
+    profiles: one model's, each of another page size. cost: a function of a schedule, lower is
+    better, e.g. `tokens_read`; of equal costs the first wins. criterion: as in `search`.
+    provenance["page_size_costs"] keeps the cost of each page size.
     """
     models = {profile["model"] for profile in profiles}
     if len(models) > 1:

@@ -136,7 +136,7 @@ class PointerChase:
 
         Each look-up is wrong with probability `noise` (a random symbol of the table, or in one of
         ten cases `end`); the walk goes on from there, until `end` or until it is as long as the
-        true chain. Returns prompt int32 [P], response int32 [R], decisions bool [R]:
+        true chain. Returns prompt int32 [n], response int32 [m], decisions bool [m]:
         True at the first statement of each hop's value, the tokens that need a look-up.
         """
         prompt, chain, following = self._problem(rng, min_entries, max_entries)
@@ -157,7 +157,7 @@ class PointerChase:
         return np.asarray([*tokens, EOS], np.int32)
 
     def stated_before(self, prompt: np.ndarray) -> np.ndarray:
-        """True at prompt tokens that are the value of a fact which was stated before; bool [P].
+        """True at prompt tokens that are the value of a fact which was stated before; bool [n].
 
         Only these tokens of a prompt can be predicted, so warm-up may train on them.
         """

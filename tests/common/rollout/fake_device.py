@@ -71,25 +71,25 @@ class FakeDevice:
     def decode(self, d):
         if self.fault:
             self.fault(self)
-        self.decodings.append(d._replace(page_table_SP=d.page_table_SP.copy()))
-        S, T = len(d.active_S), self.engine.config.decode_chunk
-        active, cached, count = d.active_S.copy(), d.cached_S.copy(), np.zeros(S, np.int32)
-        tokens, logp = np.zeros((S, T), np.int32), np.zeros((S, T), np.float32)
+        self.decodings.append(d._replace(page_table_AP=d.page_table_AP.copy()))
+        A, T = len(d.active_A), self.engine.config.decode_chunk
+        active, cached, count = d.active_A.copy(), d.cached_A.copy(), np.zeros(A, np.int32)
+        tokens, logp = np.zeros((A, T), np.int32), np.zeros((A, T), np.float32)
         for s in np.flatnonzero(active):
             while active[s] and count[s] < T:
-                key = (d.key_S[0][s], d.key_S[1][s])
+                key = (d.key_A[0][s], d.key_A[1][s])
                 token = next_token(self.context[s], key, cached[s])
                 tokens[s, count[s]], logp[s, count[s]] = token, -self.budget[s] / 1000
                 count[s] += 1
-                active[s] = token not in self.engine.stop_ids and cached[s] + 1 < d.limit_S[s]
+                active[s] = token not in self.engine.stop_ids and cached[s] + 1 < d.limit_A[s]
                 if active[s]:
-                    self.write(d.page_table_SP[s], cached[s], token)
+                    self.write(d.page_table_AP[s], cached[s], token)
                     if d.max_selected:
                         self.budget[s] = int(budget_at(cached[s], d.budgets, d.bin_tokens))
                     cached[s] += 1
-                    self.context[s] = self.read(d.page_table_SP[s], cached[s])
+                    self.context[s] = self.read(d.page_table_AP[s], cached[s])
         return DecodeResult(
-            active_S=active, cached_S=cached, tokens_ST=tokens, logp_ST=logp, num_sampled_S=count
+            active_A=active, cached_A=cached, tokens_AT=tokens, logp_AT=logp, num_sampled_A=count
         )
 
     def close(self):

@@ -71,7 +71,7 @@ def test_a_slot_is_refilled_while_the_others_run_on():
         slot = int(np.argmin(ends))
         started.append(ends[slot])
         ends[slot] += int(n)
-    running = [int(d.active_S.sum()) for d in engine.devices[0].decodings]
+    running = [int(d.active_A.sum()) for d in engine.devices[0].decodings]
     assert running == [sum(step < end for end in ends) for step in range(max(ends))]
     assert len(set(started)) > 2, "samples must start at different times"
 
@@ -81,7 +81,7 @@ def test_samples_share_full_prompt_pages_and_copy_the_part_filled_one():
     engine = FakeEngine(num_slots=3)
     generate(engine, lengths=[11])
     (device,) = engine.devices
-    table = device.decodings[0].page_table_SP
+    table = device.decodings[0].page_table_AP
     assert (table[:, :2] == table[0, :2]).all()
     own = table[:, 2:6].ravel()
     assert len(set(own)) == len(own) == 12 and not set(own) & set(table[0, :2])
@@ -122,7 +122,7 @@ def test_an_exhausted_pool_makes_samples_wait_and_every_page_comes_back(monkeypa
     check_tokens(generate(engine))
     (pool,) = pools
     assert pool.num_free == pool.num_pages - 1
-    running = max(d.active_S.sum() for d in engine.devices[0].decodings)
+    running = max(d.active_A.sum() for d in engine.devices[0].decodings)
     if cache_pages:
         assert running < 8, "fewer rows than slots, since there are no pages for more"
         assert pool.least < WIDTH, "not enough is left for one more of the longest samples"

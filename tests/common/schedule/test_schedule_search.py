@@ -157,8 +157,8 @@ def test_profile_lengths_pool_the_tokens_of_all_profiles():
     """Bins of 64: middles 32, 96. 4 and 8 have 500 + 500 tokens in bin 0, 3 + 3 in bin 1; the other
     profile has bins of 128: middle 64, 500 tokens."""
     a, b = profile({4: [0.9, None], 8: [0.9, None]}), profile({4: [0.9]}, 64, width=128)
-    length_N, weight_N = schedule_search.profile_lengths([a, b])
-    assert dict(zip(length_N.tolist(), weight_N.tolist(), strict=True)) == {
+    lengths, weights = schedule_search.profile_lengths([a, b])
+    assert dict(zip(lengths.tolist(), weights.tolist(), strict=True)) == {
         32: 1000,
         96: 6,
         64: 500,
@@ -167,7 +167,7 @@ def test_profile_lengths_pool_the_tokens_of_all_profiles():
 
 def joint(*profiles, **how):
     lengths, weights = schedule_search.profile_lengths(profiles)
-    cost = functools.partial(tokens_read, length_N=lengths, weight_N=weights)
+    cost = functools.partial(tokens_read, lengths=lengths, weights=weights)
     return search_page_sizes(profiles, cost, **{**HOW, **how})
 
 
