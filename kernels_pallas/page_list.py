@@ -55,8 +55,8 @@ def _count(keys_ref, thresholds, num_groups, group) -> list[jax.Array]:
 def find_threshold(keys_ref, k, num_groups, undecided, tuning) -> tuple[jax.Array, jax.Array]:
     """The k-th largest key of each head, and the number of larger keys: both int32 [rows, 1].
 
-    The threshold is found from its highest bits down. No key is above it if k = 0, and every
-    candidate is if all are chosen.
+    The threshold is found from its highest bits down. It is HIGHEST if k = 0, so that no key is
+    above it, and LOWEST if all candidates are chosen, so that all of them are.
     """
     rows, digit = keys_ref.shape[1], tuning.digit
     wanted = k.astype(jnp.float32)

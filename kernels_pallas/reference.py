@@ -21,12 +21,12 @@ from kernels_pallas.layout import logical_pages, touched_pages
 from kernels_pallas.policies import POLICIES
 
 NUM_RESERVED = 3
-MIN_STEP, MAX_STEP = 256, 2048
+MIN_STEP, MAX_STEP = 256, 2048  # tokens in a step of the online softmax of sparse_decode
 NEG = -1e30
-GATHER_BYTES = 2**19
-SEGMENTS = 4
-QUERY_BLOCK = 256
-HEAD_ELEMENTS = 2**24
+GATHER_BYTES = 2**19  # most bytes that the rows of one loop step gather
+SEGMENTS = 4  # parts of a sequence in flash_prefill
+QUERY_BLOCK = 256  # default number of queries handled together in flash_prefill
+HEAD_ELEMENTS = 2**24  # most logits that exist at once in the head's functions
 
 
 def select_pages(

@@ -1,7 +1,7 @@
 """Compiles every kernel for four TPU generations: python -m kernels_pallas.tpu_compile
 
-The shapes are those of Qwen3 1.7B and 8B: 64 rows of 40,960 tokens, 8 KV heads, pages of 16, 256
-selected pages. It needs libtpu, but no TPU. Exit status 1 if the compiler refuses a program.
+The shapes are those of Qwen3 1.7B and 8B, with 8 KV heads and pages of 16; SHAPES lists the decode
+batches, most of them 64 rows of 40,960 tokens with 256 selected pages. It needs libtpu, but no TPU. Exit status 1 if the compiler refuses a program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ VOCAB = 151_936
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decode batch over one layer's cache of 5 to 11 GiB; selected: pages, with the reserved."""
+    """A decode batch over one layer's cache of 5 to 10 GiB.
+
+    selected: pages that a row reads, the always-read ones included.
+    """
 
     name: str
     heads: int = 16
