@@ -14,8 +14,8 @@ its queries to the gradients of the keys (dk, dv); the state stays on chip while
     queries 1   1        2                     dk, dv: by columns, 0 1 3 2 4 5
     queries 2   3        4        5            above the diagonal: no pair, no time
 
-The table of pairs is prefetched to SMEM: 8 bytes a pair, 33 KiB at 32K tokens if R = 4. Only blocks that the
-diagonal crosses compare positions.
+The table of pairs is prefetched to SMEM: 8 bytes a pair, 33 KiB at 32K tokens if R = 4.
+Only blocks that the diagonal crosses compare positions.
 
 The R x queries rows of a block are one matrix (X), so that one product serves the whole group, and
 dk and dv sum over it. Scores are held transposed, [keys, X]: sums over keys then run over sublanes,

@@ -1,7 +1,8 @@
 """Compiles every kernel for four TPU generations: python -m kernels_pallas.tpu_compile
 
 The shapes are those of Qwen3 1.7B and 8B, with 8 KV heads and pages of 16; SHAPES lists the decode
-batches, most of them 64 rows of 40,960 tokens with 256 selected pages. It needs libtpu, but no TPU. Exit status 1 if the compiler refuses a program.
+batches, most of them 64 rows of 40,960 tokens with 256 selected pages. It needs libtpu, but no TPU.
+The exit status is 1 if the compiler refuses a program.
 """
 
 from __future__ import annotations

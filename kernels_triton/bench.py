@@ -43,7 +43,10 @@ CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layer of a model; selected: pages that a row reads, with the reserved ones."""
+    """One layer of a model.
+
+    selected: pages that a row reads, the always-read ones included.
+    """
 
     model: str
     heads: int

@@ -20,10 +20,10 @@ from kernels_triton.policies import POLICIES
 
 NUM_RESERVED = 3
 NEG = -1e30
-STEP_TOKENS = 2048
-GATHER_NUMBERS = 2**21
-QUERY_BLOCK = 256
-HEAD_ELEMENTS = 2**24
+STEP_TOKENS = 2048  # most tokens in a step of the online softmax of sparse_decode
+GATHER_NUMBERS = 2**21  # most numbers that one group of rows gathers
+QUERY_BLOCK = 256  # default number of queries handled together in flash_prefill
+HEAD_ELEMENTS = 2**24  # most logits that exist at once in the head's functions
 
 
 def select_pages(
