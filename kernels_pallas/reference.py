@@ -26,7 +26,7 @@ NEG = -1e30
 GATHER_BYTES = 2**19  # most bytes that the rows of one loop step gather
 SEGMENTS = 4  # parts of a sequence in flash_prefill
 QUERY_BLOCK = 256  # default number of queries handled together in flash_prefill
-HEAD_ELEMENTS = 2**24  # most logits that exist at once in the head's functions
+HEAD_ELEMENTS = 2**24  # most logits in one block of tokens x vocabulary
 
 
 def select_pages(

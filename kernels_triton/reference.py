@@ -23,7 +23,7 @@ NEG = -1e30
 STEP_TOKENS = 2048  # most tokens in a step of the online softmax of sparse_decode
 GATHER_NUMBERS = 2**21  # most numbers that one group of rows gathers
 QUERY_BLOCK = 256  # default number of queries handled together in flash_prefill
-HEAD_ELEMENTS = 2**24  # most logits that exist at once in the head's functions
+HEAD_ELEMENTS = 2**24  # most logits in one block of tokens x vocabulary
 
 
 def select_pages(
