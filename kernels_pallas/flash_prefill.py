@@ -22,8 +22,8 @@ dk and dv sum over it. Scores are held transposed, [keys, X]: sums over keys the
 and maximum, denominator, lse and delta are rows of lanes, not columns that fill one lane of a
 register.
 
-On chip per program, with s = 4 x keys x R x queries bytes of scores (2 MiB at 512 x 1,024): forward
-about 3 s, backward about 5 s, and two buffers for each block of at most X x H numbers.
+On chip per program, with n = 4 x keys x R x queries bytes of scores (2 MiB at 512 x 1,024): forward
+about 3 n, backward about 5 n, and two buffers for each block of at most X x H numbers.
 
 Replay: the pages that each query reads are packed into bits outside the kernel (page_words.py); a
 program expands the words of its block to a bias of 0 or NEG.

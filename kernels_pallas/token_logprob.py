@@ -2,9 +2,9 @@
 
     s_vx    = (head_v . hidden_x) / temperature         blocks [v, x], never all of [V, X]
     logp_x  = s_(token x),x - lse_x,    lse_x = log sum_v exp s_vx
-    H_x     = lse_x - sum_v p_vx s_vx,                   p_vx = exp(s_vx - lse_x)
+    ent_x   = lse_x - sum_v p_vx s_vx (entropy),         p_vx = exp(s_vx - lse_x)
     alpha_x = sum_v min(p_dense_vx, p_sparse_vx)
-    ds_vx   = dlogp_x (1[v = token_x] - p_vx) - dH_x p_vx (log p_vx + H_x)    (backward)
+    ds_vx   = dlogp_x (1[v = token_x] - p_vx) - dent_x p_vx (log p_vx + ent_x)    (backward)
 
 Grid (X / x, V / v), the vocabulary in sequence: a program owns x tokens, keeps their hidden states
 on chip, and adds one block of v rows of the head to running statistics (max, sum e^z, sum z e^z

@@ -2,9 +2,9 @@
 
     s_xv    = (hidden_x . head_v) / temperature         blocks [x, v], never all of [X, V]
     logp_x  = s_x,(token x) - lse_x,    lse_x = log sum_v exp s_xv
-    H_x     = lse_x - sum_v p_xv s_xv,                   p_xv = exp(s_xv - lse_x)
+    ent_x   = lse_x - sum_v p_xv s_xv (entropy),         p_xv = exp(s_xv - lse_x)
     alpha_x = sum_v min(p_dense_xv, p_sparse_xv)
-    ds_xv   = dlogp_x (1[v = token_x] - p_xv) - dH_x p_xv (log p_xv + H_x)    (backward)
+    ds_xv   = dlogp_x (1[v = token_x] - p_xv) - dent_x p_xv (log p_xv + ent_x)    (backward)
 
 Grid (X / x, parts of the vocabulary): one program owns x tokens and one part of the vocabulary. It
 loops over blocks of v rows of the head, and within a block over d columns at a time. It keeps the
