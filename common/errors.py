@@ -15,7 +15,10 @@ class UserError(ValueError):
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """True if a disk or quota is full. Orbax says so in the text of a ValueError of its own."""
+    """True if `error`, or an error that led to it, says that a disk or a quota is full.
+
+    The text of each error is searched too, because Orbax reports a full disk as a ValueError.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

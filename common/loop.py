@@ -3,10 +3,11 @@
     1 prompts -> 2 rollout -> 3 rewards -> 4 scored -> 5 batch -> 6 mismatch -> 7 update
     -> 8 push -> 9 record -> 10 checkpoint
 
-A step is a pure function of (weights, optimizer state, step number, configuration): prompts, noise,
-shuffling and replayed rows are all derived from the step number. So a killed run resumes from its
-last complete checkpoint and writes the same record. The record of a step is written before the
-checkpoint that counts it; on resume, steps past the checkpoint are repeated.
+A step is a pure function of (weights, optimizer state, controller state, step number,
+configuration): prompts, noise, shuffling and replayed rows are all derived from the step number. So
+a killed run resumes from its last complete checkpoint and writes the same record. The record of a
+step is written before the checkpoint that counts it; on resume, steps past the checkpoint are
+repeated.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ SAMPLE, SHUFFLE, REJECT, GREEDY = range(4)
 
 
 def train(config: Config, run: RunDir) -> None:
-    """Start or resume the training run in `run`; at the end, save the policy as RUN/model."""
+    """Start or resume the training run in `run`; at the end, save the policy as RUN/model.
+
+    Raises UserError if the configuration, a file that it names or the kept run does not fit.
+    """
     if config.rollout.top_p < 1:
         raise UserError(
             f"rollout.top_p={config.rollout.top_p}: training needs 1.0, since the dense policy's "
@@ -171,7 +175,7 @@ def push(parts: Parts, version: int) -> None:
 def _greedy_rewards(
     parts: Parts, prompts: list[Prompt], rollout: Rollout, step: int
 ) -> np.ndarray | None:
-    """Reward of the greedy response of each row's prompt for the ReMax baseline, else None."""
+    """Rewards [B] of a greedy response to each row's prompt, for the ReMax baseline; else None."""
     if parts.config.grpo.baseline != "greedy":
         return None
     seed = noise.fold_in(parts.config.rollout.seed, step, GREEDY)
@@ -183,7 +187,7 @@ def _greedy_rewards(
 
 @contextlib.contextmanager
 def _timed(values: dict[str, Any], name: str) -> Iterator[None]:
-    """Add the seconds of a block to the record."""
+    """Store the seconds that the block takes as values[name]."""
     start = time.perf_counter()
     yield
     values[name] = time.perf_counter() - start

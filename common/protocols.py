@@ -37,7 +37,7 @@ class RolloutEngine(Protocol):
         top_p: float | None = None,
         progress: Progress | None = None,
     ) -> Rollout:
-        """num_samples responses per prompt; schedule None = dense decode.
+        """Sample num_samples responses to each prompt; a schedule of None decodes densely.
 
         The noise of a token is a pure function of (seed, prompt_id, sample, position), so the
         result does not depend on batch composition, slots or page allocation.
@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, params: Any, version: int) -> None:
-        """Take new weights; every cached key, landmark and prefix of older weights is dropped."""
+        """Use new weights from now on; drop every key, landmark and prefix of the older ones."""
         ...
 
 
@@ -92,7 +92,7 @@ class Scorer(Protocol):
         ...
 
     def load_weights(self, params: Any, version: int) -> None:
-        """Weights of the next passes."""
+        """Use `params` in all later passes."""
         ...
 
 
@@ -113,7 +113,10 @@ class Learner(Protocol):
         ...
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """One optimizer step per minibatch."""
+        """Take one optimizer step for each minibatch that has a signal.
+
+        Raises UserError if a gradient is not finite.
+        """
         ...
 
 
@@ -125,14 +128,16 @@ class Checkpointer(Protocol):
         ...
 
     def restore(self) -> Mapping[str, Any] | None:
-        """Load the newest sound checkpoint into the learner; its `extra`, or None without one.
+        """Load the newest sound checkpoint into the learner and return its `extra`.
 
-        A damaged checkpoint is named in a warning and set aside; the one before it is used.
+        Returns None if there is no checkpoint. A damaged one is named in a warning and set aside,
+        and the one before it is used. Raises UserError if all of them are damaged, or if the newest
+        sound one belongs to another model.
         """
         ...
 
     def close(self) -> None:
-        """Wait until what was saved is on disk."""
+        """Release the resources that saving and loading need."""
         ...
 
 

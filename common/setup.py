@@ -54,7 +54,11 @@ class Parts:
 
 
 def engine_package(config: Config) -> str:
-    """Import name of the configured engine; UserError if it is not built in or not installed."""
+    """Import name of the configured engine's package.
+
+    Raises UserError if the engine is not built in, or if its framework or the learner's (jax) is
+    not installed.
+    """
     engine = config.rollout.engine
     if engine not in ENGINES:
         raise UserError(
@@ -97,7 +101,7 @@ def build_scorer(config: Config) -> tuple[Scorer, Geometry, str]:
 
 
 class ForeignEngine:
-    """Wraps an engine of another framework than the learner's, so that it takes its params."""
+    """Wraps an engine of another framework, so that it takes the params of the learner."""
 
     def __init__(
         self, engine: RolloutEngine, export_weights: Callable[[Any], Mapping[str, Any]]
@@ -168,7 +172,7 @@ def check_response_limit(parts: Parts) -> None:
 
 
 def resume_point(extra: Mapping[str, Any] | None) -> tuple[int, int]:
-    """(next step, version of the weights) by what a checkpoint holds; (0, 0) without one."""
+    """(next step, version of the weights) from a checkpoint's `extra`; (0, 0) if that is None."""
     if extra is None:
         return 0, 0
     step, version = (
@@ -211,5 +215,5 @@ def _kept(path: Path) -> str | dict[str, Any]:
 
 
 def _effect(record: str | dict[str, Any]) -> Any:
-    """The part of a schedule file that decides about rollouts: all but its name and history."""
+    """The part of a schedule file that affects rollouts: all but its name and provenance."""
     return record if isinstance(record, str) else (record["page_size"], record["bins"])

@@ -131,8 +131,9 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """minibatches[i] is the list of micro-batches of optimizer step i.
+    """What the learner gets from one rollout: a minibatch for each optimizer step.
 
+    minibatches[i]: the micro-batches of optimizer step i, which is skipped if there are none.
     denominators[i] divides the summed loss of minibatch i: for the token mean the number of its
     loss tokens (of the whole minibatch, so that the split into micro-batches cannot change the
     gradient). num_tokens: loss tokens of all minibatches. stats: scalars worth logging.

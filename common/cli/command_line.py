@@ -4,9 +4,10 @@
 
 Exit status:
     0    done
-    1    a full disk (one line on stderr), or a bug (a traceback)
+    1    a full disk (one line on stderr), a bug (a traceback), or `compare` found a difference
     2    a mistake of the user (one line on stderr)
     130  stopped by Ctrl-C or SIGTERM; the line says whether the same command resumes
+    141  the reader of the output went away, as in `sparrow help config | head`
 --debug shows the traceback of every error.
 """
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str], debug: bool) -> int:
     stopping.install()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are no UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _dispatch(argv)
@@ -128,7 +129,10 @@ def _find(name: str) -> Command:
 
 
 def parse_arguments(command: Command, argv: Sequence[str]) -> Arguments:
-    """One command line, parsed; UserError for flags and names that the command does not take."""
+    """The Arguments in `argv`, which follow the name of the command.
+
+    Raises UserError for flags and positional arguments that the command does not take or lacks.
+    """
     if command.takes_config:
         config_file, changes, argv = overrides.parse(argv)
     else:

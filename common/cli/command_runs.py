@@ -30,7 +30,10 @@ class Arguments:
     def config(
         self, extra: Mapping[str, str] | None = None, *, default: Config | None = None
     ) -> Config:
-        """The recipe (without one, `default`) with the overrides and `extra` applied, validated."""
+        """The recipe (without one, `default`) with the overrides and `extra` applied, validated.
+
+        Raises UserError if there is neither a recipe nor a default.
+        """
         if self.config_file is None and default is not None:
             return overrides.apply(default, {**self.overrides, **(extra or {})})
         if self.config_file is None:
@@ -43,6 +46,7 @@ class Arguments:
 MOST_ROWS = 2**20
 """Most responses of one evaluation: held-out prompts times samples."""
 MOST_SEEDS = 1000
+"""Most seeds, and most runs at the same time, of a study."""
 
 
 def _model_override(arguments: Arguments) -> dict[str, str]:
@@ -64,7 +68,7 @@ def _input_file(flag: str, path: str) -> Path:
 
 
 def _output_file(flag: str, path: str) -> Path:
-    """The path, after checking that it can be written: before the work, not after it."""
+    """The path; raises UserError now, before the work, if it cannot be written."""
     out = Path(path)
     if out.is_dir():
         raise UserError(f"--{flag}={path}: is a directory; name a file in it")

@@ -75,7 +75,7 @@ _COST_FLAGS = (
     ),
     Flag(
         "chip",
-        "a100, h100, h200, b200, mi300x, v5e, v5p, v6e, tpu7x, or this: measures this CPU",
+        "a100, h100, h200, b200, mi300x, v5e, v5p, v6e, tpu7x, or this, which measures this CPU",
         default="h200",
     ),
     Flag(

@@ -28,7 +28,10 @@ _OF_SEARCH = ("tau", "quantile", "rule", "monotone", "extrapolate")
 
 
 def check_flags(flags: Mapping[str, Any]) -> str:
-    """Which of profile, preset and compare is given; UserError for flags without effect."""
+    """The one flag of profile, preset and compare that is given.
+
+    Raises UserError if there is none or more than one, and for flags without effect.
+    """
     given = [name for name in _SOURCES if flags[name]]
     if len(given) != 1:
         raise UserError(

@@ -20,7 +20,7 @@ RATE = "[0, 1]"
 
 
 def check(ok: bool, message: str) -> None:
-    """UserError with `message` unless `ok`."""
+    """Raise UserError with `message` unless `ok` is true."""
     if not ok:
         raise UserError(message)
 
@@ -28,17 +28,17 @@ def check(ok: bool, message: str) -> None:
 def setting(
     default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, within: str = ""
 ) -> Any:
-    """A field with its help text (shown by `sparrow help config`).
+    """A dataclass field with its help text, which `sparrow help config` shows.
 
     choices: the values that are allowed. within: the interval of a number, or of each number of a
-    tuple; its ends are allowed next to "[" and "]", not next to "(" and ")". Every number has
-    choices or an interval: outside of it the value would overflow, underflow or mean nothing.
+    tuple; "[" and "]" include the end beside them, "(" and ")" exclude it. Every number has
+    choices or an interval, outside of which it would overflow, underflow or mean nothing.
     """
     return field(default=default, metadata={"doc": doc, "choices": choices, "within": within})
 
 
 def check_within(name: str, value: Any, within: str, whole: bool = False) -> None:
-    """UserError unless the number, or each one of a tuple, lies in the interval; NaN never does."""
+    """Raise UserError unless the number, or each of a tuple, is in the interval; NaN never is."""
     low, high = (float(x) for x in within[1:-1].split(","))
     for x in value if isinstance(value, tuple | list) else (value,):
         kind = numbers.Integral if whole else numbers.Real

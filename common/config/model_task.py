@@ -39,13 +39,14 @@ class ModelConfig(Checked):
     rope_theta: float = setting(1e6, "RoPE base", within="[2, 1e12]")
     norm_eps: float = setting(1e-6, "RMSNorm epsilon", within="[1e-12, 0.1]")
     qk_norm: bool = setting(True, "RMSNorm on queries and keys (Qwen3: yes, Llama: no)")
-    tie_embeddings: bool = setting(True, "output head = embedding")
+    tie_embeddings: bool = setting(True, "use the embedding as the output head")
     qk_gain: float = setting(
         1.0, "initial gain of the QK norms of a from-scratch model", within="[0, 1000]"
     )
     embed_offset: float = setting(
         0.0,
-        "size of one random +-vector that is added to every embedding at the start",
+        "length of a random vector that is added to every embedding at the start; its entries are "
+        "all of one size, with random signs",
         within="[-1000, 1000]",
     )
     induction_init: bool = setting(
@@ -114,7 +115,8 @@ class WarmupConfig(Checked):
     """Supervised start of a from-scratch policy on the task's own demonstrations.
 
     Each of the stages is (max_steps, batch, min_entries, max_entries, stop_accuracy). A stage ends
-    early when the running accuracy of the policy's decisions reaches stop_accuracy.
+    early when the running mean of the probability that the policy gives to the right look-ups
+    reaches stop_accuracy. A last phase on imperfect demonstrations follows the stages.
     """
 
     stages: tuple[tuple[float, ...], ...] = setting(
@@ -123,12 +125,12 @@ class WarmupConfig(Checked):
     )
     learning_rate: float = setting(
         3e-3,
-        "learning rate of AdamW; rises over 50 steps and falls to 0 in the last phase",
+        "learning rate of AdamW; it rises over the first 50 steps and falls to 0 in the last phase",
         within=RATE,
     )
     seed: int = setting(0, "seed of the demonstrations", within=SEED)
     noise: float = setting(
-        0.025, "share of wrong look-ups in the demonstrations of the last phase", within="[0, 1)"
+        0.025, "probability that a look-up of a last-phase demonstration is random", within="[0, 1)"
     )
     noise_steps: int = setting(110, "steps of the last phase", within=COUNT_OR_NONE)
     noise_batch: int = setting(

@@ -116,7 +116,7 @@ class LearnerConfig(Checked):
     beta2: float = setting(0.99, "AdamW beta2", within="[0, 0.99999]")
     weight_decay: float = setting(0.0, "AdamW weight decay", within=RATE)
     max_grad_norm: float = setting(
-        1.0, "gradients are scaled down to this global norm", within="[1e-9, 1e9]"
+        1.0, "gradients of a larger global norm are scaled down to it", within="[1e-9, 1e9]"
     )
     tokens_per_microbatch: int = setting(
         8192, "tokens, padding included, of one forward and backward pass", within=TOKENS

@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
 
 
 def load(path: str | Path) -> Config:
-    """Run a recipe file; returns what its `get_config()` returns."""
+    """Run a recipe file and return the Config that its `get_config()` makes."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"--config={path}: no such file{_nearest_recipe(path)}")
@@ -103,7 +103,7 @@ def load(path: str | Path) -> Config:
 
 
 def apply(config: Config, overrides: Mapping[str, str]) -> Config:
-    """A new, validated Config with the overrides, e.g. {"rollout.page_size": "8"}."""
+    """A new, validated Config with the overrides, e.g. {"rollout.page_size": "8"}, applied."""
     groups: dict[str, dict[str, Any]] = {}
     for key, text in overrides.items():
         group, name, rest = _locate(config, key)
@@ -128,9 +128,10 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], *, source: str = "config.json") -> Config:
-    """The Config of a dictionary of `to_dict`; UserError, naming `source`, for keys it cannot have.
+    """The Config that `to_dict` turned into `values`.
 
-    A missing key keeps its default: the file may be older than the setting.
+    A missing key keeps its default, because the file may be older than the setting. Raises
+    UserError, naming `source`, for an unknown key and for a value that a setting cannot have.
     """
     return _section(Config, values, "", source)
 
@@ -228,7 +229,7 @@ def _literal(text: str) -> Any:
     """The text read as JSON, else as a Python literal, else the text itself."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, thousands of digits, or brackets
+    except (ValueError, RecursionError):  # not JSON, thousands of digits, or too many brackets
         pass
     try:
         return ast.literal_eval(text)

@@ -110,8 +110,8 @@ class MismatchConfig(Checked):
     )
     controller_patience: int = setting(
         5,
-        "replayed steps in a row above tau + margin before a budget is lowered; one that failed "
-        "is tried again only after 4, 8, 16, ... 64 times as many",
+        "replayed steps in a row above tau + margin before a budget is lowered; a budget that "
+        "failed is tried again only after 4, 8, 16, ... 64 times this number of steps",
         within=COUNT,
     )
     controller_window: int = setting(

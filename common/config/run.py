@@ -18,13 +18,14 @@ from common.config.rollout_mismatch import MismatchConfig, RolloutConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Checked):
-    """A whole run."""
+    """The whole run."""
 
     name: str = setting("run", "shown in reports")
     num_steps: int = setting(20, "training steps", within=COUNT)
     eval_every: int = setting(
         5,
-        "evaluate on held-out prompts, with dense decoding, every n steps; 0 = never",
+        "evaluate on held-out prompts, with dense decoding, every n steps, before the first and "
+        "after the last; 0 = never",
         within=COUNT_OR_NONE,
     )
     checkpoint_every: int = setting(1, "steps between checkpoints", within=COUNT)

@@ -49,7 +49,7 @@ def sums(model_path: str, task_files: Iterable[Path]) -> dict[str, str]:
 
 
 def first_change(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Which file is new, missing or changed, and how, in words; None if none is."""
+    """The first file that is new, missing or changed, and how, in words; None if there is none."""
     for name in sorted({*before, *now}):
         if name not in before:
             return f"{name}: was not there"

@@ -24,7 +24,7 @@ BROKEN = (
 )  # fmt: skip
 """What zipfile, numpy and json raise for damaged files; RuntimeError includes RecursionError."""
 LARGEST = 2**31 - 1
-"""Limit of integers that have no other: counts and lengths must fit into arrays and sums."""
+"""Upper limit of integers without one of their own; int32 arrays can hold it."""
 
 
 def integer(
@@ -37,7 +37,8 @@ def integer(
 ) -> int:
     """`value` as an int; bools, floats and numbers outside [low, high] raise `error`.
 
-    high: None stands for LARGEST. error: ValueError for a value that our own code passes.
+    what: name of the value in the message. high: None stands for LARGEST. error: UserError, or
+    ValueError for a value that our own code passes.
     """
     limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
     if high is None and isinstance(value, int) and value > LARGEST:
@@ -55,7 +56,7 @@ def integer(
 
 
 def parse_integer(text: str, what: str, low: int, high: int) -> int:
-    """The integer that `text` writes in plain digits; UserError for anything else."""
+    """The integer in [low, high] that `text` states in plain digits; else raises UserError."""
     digits = text.strip()
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
         raise UserError(f"{what}={text[:40]}: expected an integer in [{low}, {high}]")
@@ -71,7 +72,7 @@ def number(value: Any, what: str, low: float, high: float) -> float:
 
 
 def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str] = ()) -> None:
-    """UserError unless `data` is a dict with all expected keys and no others than the optional."""
+    """Raise UserError unless `data` is a dict with all `expected` keys, others being `optional`."""
     if not isinstance(data, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(data).__name__}")
     for key in data:
@@ -85,7 +86,7 @@ def keys(data: Any, expected: Sequence[str], where: str, optional: Sequence[str]
 
 
 def read(path: Path, form: str) -> dict[str, Any]:
-    """The JSON object in a file; UserError unless its value of "format" is `form`."""
+    """The JSON object in a file; raises UserError unless its "format" is `form`."""
     data = read_object(path)
     if data.get("format") != form:
         raise UserError(f"{path}: format={data.get('format')!r}, expected {form!r}")
@@ -93,10 +94,10 @@ def read(path: Path, form: str) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError, naming the file, if it holds something else."""
+    """The JSON object in a file; raises UserError, naming the file, if there is none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
+    except ValueError as error:  # not JSON, not UTF-8, or an integer of thousands of digits
         raise UserError(f"{path}: not a JSON file ({error})") from None
     except RecursionError:
         raise UserError(f"{path}: not a usable JSON file (nested too deeply)") from None

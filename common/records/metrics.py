@@ -44,7 +44,7 @@ METRICS: dict[str, str] = {
     "reward/missing": "responses without a reward",
     "response/len_mean": "mean response length, tokens",
     "response/len_max": "longest response, tokens",
-    "response/finished": "share of responses that ended by themselves",
+    "response/finished": "share of responses that ended with a stop token",
     "mismatch/p5_min": "lowest 5th percentile of alpha over the judged length bins",
     "mismatch/p1_min": "lowest 1st percentile of alpha over the judged length bins",
     "mismatch/mean": "mean acceptance rate alpha",
@@ -58,13 +58,13 @@ METRICS: dict[str, str] = {
     "controller/dense_bins": "length bins that read every page from the next step on",
     "controller/moves": "each change in words: positions, old and new k, reason",
     "grpo/loss": "GRPO loss",
-    "grpo/grad_norm": "global gradient norm before clipping",
+    "grpo/grad_norm": "global gradient norm before clipping, mean over optimizer steps",
     "grpo/clip_fraction": "share of loss tokens with a clipped ratio",
     "grpo/masked_fraction": "share of response tokens dropped by the correction",
     "grpo/truncated_fraction": "share of response tokens with a weight cut to the cap",
     "grpo/entropy": "mean entropy of the dense policy, nats",
-    "grpo/ratio_first_minibatch": "largest learner / scorer probability before the step "
-    "(numerics; the loss takes exactly 1)",
+    "grpo/ratio_first_minibatch": "largest factor between the learner's and the scorer's "
+    "probability of a token before the first optimizer step (numerics; the loss takes exactly 1)",
     "grpo/kl_reference": "k3-KL to the start policy, nats per token (with kl_coef > 0)",
     "grpo/num_updates": "optimizer steps taken; minibatches without signal take none",
     "rollout/share_of_pages": "pages read / pages present in the sparse layers, all decoded tokens",
@@ -76,18 +76,21 @@ METRICS: dict[str, str] = {
     "eval/reward_high": "upper end of its 95 % interval",
     "weights/version": "weight version that sampled the step",
     "time/rollout": "seconds sampling",
-    "time/reward": "seconds scoring answers",
-    "time/score": "seconds in dense log-probs",
-    "time/mismatch": "seconds in the exact replay",
-    "time/pack": "seconds packing the batch",
+    "time/reward": "seconds scoring answers; with baseline=greedy, sampling greedy responses too",
+    "time/score": "seconds computing dense log-probs",
+    "time/mismatch": "seconds in the exact replay and its statistics",
+    "time/pack": "seconds computing advantages and corrections and packing the batch",
     "time/update": "seconds in optimizer steps",
     "time/push": "seconds pushing weights",
-    "time/checkpoint": "seconds of the save before this step",
-    "time/step": "seconds of the whole step",
+    "time/checkpoint": "seconds of the latest save before this step",
+    "time/step": "seconds of the step without push, evaluation and checkpoint",
     "throughput/rollout_tokens_per_second": "sampled tokens / time/rollout",
     "throughput/step_tokens_per_second": "sampled tokens / time/step",
 }
-"""Every metric that the loop writes, with its meaning; eval/* in steps with an evaluation only."""
+"""The metrics of a record, with their meanings; eval/* only in steps with an evaluation.
+
+Left out are batch/* (common/objective/batching.py) and the interval of eval/start_reward.
+"""
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+")
 
@@ -105,7 +108,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def comparable(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records without timings (`time/`, `throughput/`); on CPU equal runs have equal ones."""
+    """The records without `time/` and `throughput/`, which alone differ between equal CPU runs."""
     return [{k: v for k, v in r.items() if not k.startswith(TIMING_PREFIXES)} for r in records]
 
 
@@ -145,8 +148,8 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 def read_sound(run_dir: Path | str) -> tuple[list[dict[str, Any]], int]:
     """(records in order, number of lines left out): for reports, which have to survive damage.
 
-    Lines that are not records are left out, and records with a step not later than the one
-    before. An incomplete last line is not counted.
+    A line is left out if it is not a record, or if its step is not later than that of the record
+    before. An incomplete last line is left out too, but not counted.
     """
     path, records, damaged = Path(run_dir) / FILE_NAME, [], 0
     if not path.exists():

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any, TypeGuard
 
 LARGEST = 2**53
-"""Largest whole number that is accepted: beyond it floats have gaps."""
+"""Largest whole number that is accepted; a float cannot hold every larger one."""
 MOST_BINS = 2**15
 _TEXTS = ("alarms", "controller/moves")
 
@@ -16,7 +16,7 @@ _TEXTS = ("alarms", "controller/moves")
 def parse(line: bytes, numbers: Collection[str]) -> dict[str, Any]:
     """The record in a line; ValueError says what is wrong, for the caller to translate.
 
-    numbers: the keys with a number or null.
+    numbers: names of the keys whose value has to be a number or null.
     """
     try:
         record = json.loads(line, parse_constant=_no_constant)
@@ -26,12 +26,12 @@ def parse(line: bytes, numbers: Collection[str]) -> dict[str, Any]:
         raise ValueError("expected an object with an integer 'step', 0 or more")
     for key, value in record.items():
         if not _fits(key, value, numbers):
-            raise ValueError(f"{key[:40]!r} is not what was written")
+            raise ValueError(f"{key[:40]!r} has a value that sparrow never writes")
     return record
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

@@ -34,7 +34,7 @@ MAY_CHANGE = (
     "num_steps", "eval_every", "checkpoint_every", "keep_checkpoints", "name",
     "learner.mesh",  # where a run computes, not what
 )  # fmt: skip
-"""Settings that may change when a run is resumed; another value of any other refuses the run."""
+"""Settings that may change when a run is resumed; a run with results refuses any other change."""
 
 _KIND = "sparrow-run"
 _LOCK = "run.lock"
@@ -57,7 +57,7 @@ class RunDir:
     def keep_files(self, task_files: Iterable[Path]) -> None:
         """Keep the checksums of the files of the start model and the task in run.json.
 
-        UserError, naming the file, if the run has results that other files led to.
+        Raises UserError, naming the file, if the results of the run came from other files.
         """
         now = file_sums.sums(self.config.model.path, task_files)
         record = _read_json(self.path / "run.json")
@@ -86,9 +86,9 @@ class RunDir:
 def open_run(path: str | Path, config: Config, command: str) -> RunDir:
     """Create the run directory, or open it again to go on; `command` is `train` or `warmup`.
 
-    A run that has no result yet may be opened with another configuration. UserError for a file, a
-    directory that cannot be written or that holds other things, a run of another command or
-    configuration (the differing settings are named), and a run that another process uses.
+    A run that has no result yet may be opened with another configuration. Raises UserError if
+    `path` is a file, cannot be written or holds other things, if it is a run of another command or
+    configuration (the differing settings are named), and if another process uses it.
     """
     path = Path(path)
     _refuse_foreign(path)
@@ -111,7 +111,10 @@ def open_run(path: str | Path, config: Config, command: str) -> RunDir:
 
 
 def read_config(path: str | Path) -> Config:
-    """The configuration of an existing run; locks and writes nothing."""
+    """The configuration of an existing run; locks and writes nothing.
+
+    Raises UserError if `path` is not a run, or if its config.json is damaged.
+    """
     path = Path(path)
     if not (path / "run.json").is_file() or not (path / "config.json").is_file():
         raise UserError(
@@ -200,12 +203,12 @@ def _lock(path: Path) -> TextIO:
 
 
 def _open_lock(path: Path) -> TextIO:
-    """The lock file, opened such that we neither follow a link nor wait for a pipe in its place."""
+    """The lock file, opened without following a link or waiting for a pipe in its place."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path / _LOCK, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise UserError(f"--run={path}: its {_LOCK} is no regular file; remove it")
+        raise UserError(f"--run={path}: its {_LOCK} is not a regular file; remove it")
     return open(handle, "a+", encoding="ascii")
 
 
@@ -223,7 +226,7 @@ def _flock(lock: TextIO) -> bool:
 
 
 def _drop_locks_in_child() -> None:
-    """Close the locks in a forked child, which may live longer than its parent."""
+    """Close the locks in a forked child, which would otherwise hold them after its parent ended."""
     for lock in list(_open_locks):
         if not lock.closed:
             lock.close()
@@ -324,7 +327,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout with this file, with "+" if files differ from it; None outside."""
+    """The commit of the checkout that holds this file, "+" if files differ; None if it has none."""
     folder = Path(__file__).resolve().parent
     try:
         command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]

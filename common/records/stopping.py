@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM: long work stops at a safe point, anything else at once.
 
-A handler that raises does so in any frame, and Python ignores exceptions in garbage-collection and
-weakref callbacks, so that the signal would be lost. Therefore, inside `safe_points()`, the first
-signal only sets a flag, and `check()`, called between chunks, batches and steps, raises
+A signal handler may run in any frame. Python ignores exceptions in garbage-collection and weakref
+callbacks, so a signal whose handler raised there would be lost. Therefore, inside `safe_points()`,
+the first signal only sets a flag, and `check()`, called between chunks, batches and steps, raises
 KeyboardInterrupt. A second signal ends the process at once, as the first one does outside.
 
 Handlers written in Python have to wait while native code runs, such as a compilation of minutes.

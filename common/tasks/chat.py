@@ -36,9 +36,9 @@ FILES = (
 Messages = Sequence[Mapping[str, str]]
 RENDER_SECONDS = 10.0
 RENDER_BYTES = 2**30
-"""What a chat template may take for one prompt; usual ones take a millisecond."""
+"""Limits of a chat template for one prompt; usual templates take a millisecond."""
 MAX_CHARACTERS = 2**22
-"""Of a prompt: about a million tokens; a tokenizer takes 100 bytes for each."""
+"""Longest prompt, about a million tokens; a tokenizer needs over 100 bytes for each character."""
 _CLOCK = re.compile(r"\bstrftime_now\s*\(")
 _CLOCK_WITH_FORMAT = re.compile(r"""\bstrftime_now\s*\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from common.setup import Parts
 
 EVAL_NOISE_SEED = 20_260_608
-"""All evaluations sample with the same noise, so that only the policies make a difference."""
+"""All evaluations sample with the same noise, so that only their policies differ."""
 
 
 def evaluate(
@@ -51,7 +51,7 @@ def evaluate(
 
 
 def due(config: Config, steps_done: int) -> bool:
-    """True after every eval_every steps, and after the last step."""
+    """True after every eval_every steps and after the last step; False if eval_every is 0."""
     every = config.eval_every
     return every > 0 and (steps_done % every == 0 or steps_done == config.num_steps)
 

@@ -58,9 +58,9 @@ class Job:
 class _Worker:
     """A worker process.
 
-    limit: monotonic time at which it is killed. job: number of its job, None = idle; index: place
-    of that job among the jobs of a call; taken: it has confirmed the job; proven: it has confirmed
-    a job before; text: the beginning of a line that is not complete yet.
+    limit: monotonic time at which it is killed. ready: it has started. job: number of its job, None
+    if it is idle. index: place of that job among the jobs of a call. taken: it has confirmed this
+    job. proven: it has confirmed some job. text: beginning of a line that is not complete yet.
     """
 
     process: subprocess.Popen
@@ -81,10 +81,10 @@ class _Worker:
 class GraderPool:
     """`num_workers` processes that score jobs; those that end are replaced.
 
-    deadline_seconds: wall time of one job, from its start in a worker. counts: jobs so far that
-    were `graded`, and of these the jobs that scored 0 for a `timeout`, a `crash` of the worker, an
-    `error` raised by the scorer, or an `invalid` score, not a number in [0, 1]. Close it, or use
-    `with`.
+    deadline_seconds: wall time of one job, from its start in a worker. counts: jobs so far
+    (`graded`), and how many of them scored 0 because of a `timeout`, a `crash` of the worker, an
+    `error` that the scorer raised, or an `invalid` score (not a number in [0, 1]). Close the pool,
+    or use it in a `with` statement.
     """
 
     def __init__(self, num_workers: int, deadline_seconds: float) -> None:

@@ -11,17 +11,17 @@ from pathlib import Path
 from types import FrameType
 
 _AGAIN_SECONDS = 0.2
-"""The handler raises again after this time: Python ignores exceptions in weakref callbacks."""
+"""The timer fires again after this time, as Python ignores an exception in a weakref callback."""
 
 
 class TimeLimit:
     """`with TimeLimit(10):` raises TimeoutError in its block after 10 seconds of computing.
 
-    It counts processor time of all threads, since a busy machine is not the fault of the code. It
-    needs signals, so in other threads than the main one there is no limit.
+    It counts the processor time of all threads in user mode, since a busy machine is not the fault
+    of the code. It needs signals, so in other threads than the main one there is no limit.
     """
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     def __enter__(self) -> None:

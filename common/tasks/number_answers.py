@@ -82,7 +82,7 @@ def score_number(answer: Mapping[str, Any], text: str) -> float:
 
 
 def _in_braces(text: str) -> str:
-    """`text` up to the brace that closes an opening brace before it; all of it without one."""
+    """`text`, which follows an opening brace, up to the brace that closes it; all if none does."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")

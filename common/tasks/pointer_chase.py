@@ -3,8 +3,8 @@
 The prompt states a table of facts "key -> value" in random order and asks for the chain that starts
 at one key; the response follows it, one hop at a time, until a fact says `end`.
 
-    <bos> . .  c>d  a>b ; b>c ; d>end ;  ? a        (four facts, header of two fillers)
-    a>b ; b>c ; c>d ; d>end ; <eos>
+    <bos> . .  c>d ; a>b ; b>c ; d>end ;  ? a ;     (four facts, header of two fillers)
+    a>b ; b>c ; c>d ; d>end ; <eos>                 (the response that follows the chain)
 
 Every value in the response has to be looked up somewhere in the prompt: one missed page spoils the
 answer. Facts that are not on the chain are decoys, and form chains of their own.
@@ -134,10 +134,12 @@ class PointerChase:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A problem with its answer written out, for supervised warm-up.
 
-        Each look-up is wrong with probability `noise` (a random symbol of the table, or in one of
-        ten cases `end`); the walk goes on from there, until `end` or until it is as long as the
-        true chain. Returns prompt int32 [n], response int32 [m], decisions bool [m]:
-        True at the first statement of each hop's value, the tokens that need a look-up.
+        Each look-up is replaced with probability `noise`: in nine of ten cases by a random symbol
+        of the table, which may be the right one, else by `end`. The walk goes on from there, until
+        `end` or until it is as long as the true chain.
+
+        Returns prompt int32 [n], response int32 [m], and decisions bool [m], which is True at the
+        first statement of each hop's value: these tokens need a look-up.
         """
         prompt, chain, following = self._problem(rng, min_entries, max_entries)
         if noise == 0:
@@ -274,7 +276,7 @@ class PointerChase:
 def _noisy_walk(
     rng: np.random.Generator, chain: np.ndarray, following: Mapping[int, int | None], noise: float
 ) -> list[tuple[int, int | None]]:
-    """A walk with look-ups that are wrong with probability `noise`; at most as long as `chain`."""
+    """A walk with look-ups that are random with probability `noise`; at most as long as `chain`."""
     symbols, at, hops = list(following), int(chain[0]), []
     for _ in range(len(chain)):
         target = following[at]

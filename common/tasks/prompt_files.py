@@ -3,7 +3,8 @@
 The scorer of a row is chosen by data_source:
 
     pointer_chase               content: the text of a prompt as `PointerChase.text` writes it;
-                                ground_truth: {"chain": [12, 5, ...]}; every row has to be one
+                                ground_truth: {"chain": [12, 5, ...]}; a file with such a row
+                                may hold no others
     gsm8k, .../gsm8k            the number at the end of a response; ground_truth: "72" or
                                 "... #### 72"
     reasoning_gym:NAME          ground_truth: the generator's entry {"answer", "metadata", ...};

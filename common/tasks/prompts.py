@@ -1,11 +1,13 @@
 """The prompts of each step: a pure function of (seed, step), so resuming needs only the step.
 
-Endless tasks: training, evaluation and profile prompts come from three streams of the task, by
-`task.seed`, `task.eval_seed` and a seed derived from it. Files: the rows are ordered by a hash of
-(eval_seed, row number); the first tenth, at least one row, is held out for evaluation, the next
-tenth for profiles, the rest is trained on. An epoch is a permutation of the training rows by (seed,
-epoch); rows at its end that do not fill a step are left out (different ones in every epoch).
-`FileTask.describe` warns of problems that a file states twice.
+An endless task has one stream of prompts for each of training, evaluation and profiles. Their seeds
+are `task.seed`, `task.eval_seed` and one derived from these.
+
+The rows of a file are ordered by a hash of (eval_seed, row number). The first tenth, at least one
+row, is held out for evaluation, the next tenth is for profiles, and the rest is trained on. An
+epoch is a permutation of the training rows by (seed, epoch). The rows at its end that do not fill a
+step are left out, different ones in every epoch. `FileTask.describe` warns of problems that a file
+states twice.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from common.types import Prompt
 EVAL_IDS = 2**30
 """prompt_id of the first evaluation prompt of an endless task."""
 PROFILE_IDS = 2**30 + 2**29
+"""prompt_id of the first profile prompt of an endless task."""
 _END_IDS = 2**31
 
 

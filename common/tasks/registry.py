@@ -29,7 +29,7 @@ class Task(Protocol):
     """A source of problems with a scorer.
 
     num_items: number of problems, None = endless. max_prompt_tokens: None = unknown beforehand.
-    deadline_seconds: of one job; None if the task never makes jobs.
+    deadline_seconds: wall time that one job may take; None if the task never makes jobs.
     files: every file that prompts and answers are made from; a run depends on their content.
     A task that can write answers also has `demonstration`. A task that knows the length of the
     shortest response with a reward also has `min_response_tokens` (see PointerChase).

@@ -235,7 +235,7 @@ def test_a_planted_lock_is_refused_and_what_it_points_to_untouched(tmp_path):
     assert (tmp_path / "precious").read_text() == "data"
     (tmp_path / "run" / "run.lock").unlink()
     os.mkfifo(tmp_path / "run" / "run.lock")
-    assert "no regular file; remove it" in refused(tmp_path / "run")
+    assert "not a regular file; remove it" in refused(tmp_path / "run")
 
 
 def test_temporary_files_of_a_killed_writer_are_removed_at_the_next_start(tmp_path):
