@@ -144,9 +144,7 @@ def train_step(
     # 6 mismatch: measure, judge, act
     with _timed(values, "time/mismatch"):
         replay = measure.replay_some(rollout, backend.scorer, schedule, config.mismatch, step)
-        mismatch = measure.measure(
-            rollout, scored, prepared.correction, replay, dense=schedule is None, c=config.mismatch
-        )
+        mismatch = measure.measure(rollout, scored, prepared.correction, replay, c=config.mismatch)
         alarms = measure.judge(mismatch, config)
         moves = controller.follow(rollout, replay) if controller and replay else {}
     # 7 update

@@ -74,7 +74,7 @@ class Scorer(Protocol):
     def overlaps(
         self,
         tokens_BT: np.ndarray,
-        prompt_len_B: np.ndarray,
+        sparse_BT: np.ndarray,
         budgets: Sequence[np.ndarray | None],
         temperature: np.floating,
         *,
@@ -85,9 +85,10 @@ class Scorer(Protocol):
 
         The dense pass runs once, a sparse pass runs when its result is taken. An entry of budgets
         has the number of pages at each query position, int32 [T], or is None: dense against dense.
-        Queries before prompt_len_B are dense. policy: the rule that chooses pages, a name of
-        `VECTORS` in common/profile/text_profile.py. top > 0: also bound alpha from below by the
-        `top` likeliest tokens of each side.
+        sparse_BT: bool [B, T], True for tokens from a sparse decode step; the queries of all other
+        tokens are dense. policy: the rule that chooses pages, a name of `VECTORS` in
+        common/profile/text_profile.py. top > 0: also bound alpha from below by the `top` likeliest
+        tokens of each side.
         """
         ...
 

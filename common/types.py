@@ -50,6 +50,8 @@ class Rollout:
     tokens_BT int32, response_mask_BT bool, logp_sparse_BT float32 (log-prob of each sampled token
     under the very distribution it was sampled from: temperature and filter applied).
     prompt_len_B, total_len_B: int32 [B]. finished_B: bool [B], False = cut at the length limit.
+    sparse_BT: bool, True for tokens from a sparse decode step. False: given, or from a dense pass,
+    which the first token of a response always is.
     version_BT: int32, weight version that sampled the token, -1 outside the response.
     stats: engine counters (prefill_tokens, decode_tokens, decode_steps, decode_seconds).
     """
@@ -63,6 +65,7 @@ class Rollout:
     prompt_len_B: np.ndarray
     total_len_B: np.ndarray
     finished_B: np.ndarray
+    sparse_BT: np.ndarray
     version_BT: np.ndarray
     stats: Mapping[str, float]
 

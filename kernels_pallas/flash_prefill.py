@@ -64,25 +64,25 @@ class _Spec(NamedTuple):
 
 
 def flash_prefill(
-    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, sparse_BT=None, page=16,
     chunk=reference.QUERY_BLOCK, interpret=None, tuning=None,
 ) -> jax.Array:  # fmt: skip
     """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
     Returns out_BTNH = softmax(q k^T / sqrt(H)) v over the keys up to the query. With budget_T
     (int32 [T], the budget at each query position) only over the pages that decode would have read
-    there; queries before prompt_len_B read all pages. Differentiable in q, k and v; the choice of
-    pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
+    there. sparse_BT: bool [B, T], the queries for which this holds; all others read all pages.
+    Differentiable in q, k and v; the choice of pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
     interpret: None = compile for a TPU. Raises ValueError for shapes or blocks that do not fit.
     """
     B, T, N, H = q_BTNH.shape
-    kinds = budget_T, prompt_len_B, page, chunk
+    kinds = budget_T, sparse_BT, page, chunk
     packed = _prepare(q_BTNH, k_BTKH, v_BTKH, *kinds, interpret, tuning)
     return _attend(*packed).reshape(B, N, -1, H).swapaxes(1, 2)[:, :T]
 
 
 def _prepare(
-    q_BTNH, k_BTKH, v_BTKH, budget_T, prompt_len_B, page, chunk, interpret, tuning
+    q_BTNH, k_BTKH, v_BTKH, budget_T, sparse_BT, page, chunk, interpret, tuning
 ) -> tuple[Any, ...]:
     """The arguments of _attend: q [U, R, T, H], k and v [U, S, H], words or None, and the spec."""
     T, N = q_BTNH.shape[1:3]
@@ -92,14 +92,14 @@ def _prepare(
     _check(q_BTNH, k_BTKH, v_BTKH, spec)
     words = None
     if budget_T is not None:
-        if prompt_len_B is None or page < 1:
+        if sparse_BT is None or page < 1:
             raise ValueError(
-                f"{prompt_len_B=} {page=}: expected prompt lengths [B] (0: no prompt) and tokens in"
-                " a page beside budget_T; pass both"
+                f"{sparse_BT=} {page=}: expected the queries that choose pages, bool [B, T], "
+                "and tokens in a page beside budget_T; pass both"
             )
         q, k = lax.stop_gradient((q_BTNH, k_BTKH))
         words = page_words(
-            q, k, jnp.asarray(budget_T), jnp.asarray(prompt_len_B), page, chunk,
+            q, k, jnp.asarray(budget_T), jnp.asarray(sparse_BT, bool), page, chunk,
             queries=spec.queries, keys=spec.keys,
         )  # fmt: skip
     k_USH, v_USH = (_pack(x, K, spec.keys)[:, 0] for x in (k_BTKH, v_BTKH))

@@ -1,7 +1,7 @@
 """The pages that each query of a replay reads, packed into bits for flash_prefill.
 
     scores[c, p] = mean query of the group at position c . landmark of page p          (float32)
-    pages[c, p]  = reference.replayed_pages(scores)[c, p]: the page rule; all pages in prompts
+    pages[c, p]  = reference.replayed_pages(scores)[c, p]: the page rule; all pages if not sparse
 
 One int32 word holds 32 pages of one query (fewer where a block of keys has fewer), so that a page
 and a query take 1 / 32 byte: 128 MiB for 16 groups of heads at 32K tokens. Words are computed in
@@ -32,7 +32,7 @@ def page_words(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     budget_T: jax.Array,
-    prompt_len_B: jax.Array,
+    sparse_BT: jax.Array,
     page: int,
     chunk: int,
     *,
@@ -60,7 +60,7 @@ def page_words(
         q_BcKH = q_BcKRH.astype(jnp.float32).mean(3)
         highest = lax.Precision.HIGHEST
         scores = jnp.einsum("bckh,bkph->bkcp", q_BcKH, landmarks_BKPH, precision=highest)
-        pages = reference.replayed_pages(scores, position, budget_T, prompt_len_B, page)
+        pages = reference.replayed_pages(scores, position, budget_T, sparse_BT, page)
         return _to_bits(pages, num_words, span // page)
 
     words = lax.map(choose, firsts)  # [chunks, B, K, words, chunk]

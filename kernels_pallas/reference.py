@@ -201,14 +201,14 @@ def append_kv(
 
 
 def flash_prefill(
-    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, sparse_BT=None, page=16, chunk=QUERY_BLOCK,
     policy="mean",
 ) -> jax.Array:  # fmt: skip
     """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
     Returns out_BTNH. budget_T: int32 [T], the budget k at each query position; None = dense.
-    Queries before prompt_len_B are dense. Query t reads exactly the pages that decode would have
-    read at position t; policy names another rule of policies.py that ranks pages. Differentiable in
+    sparse_BT: bool [B, T], the queries that read exactly the pages that decode would have read at
+    their position; all others are dense. policy names another rule of policies.py that ranks pages. Differentiable in
     q, k and v; the choice of pages is a constant. The sequence is cut into SEGMENTS that read keys
     up to their own end only, and these into blocks of at most `chunk` queries that the backward
     pass recomputes, so that memory is B x N x chunk x T numbers.
@@ -217,9 +217,9 @@ def flash_prefill(
     k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     replay = None
     if budget_T is not None:
-        budget_T, prompt_len_B = jnp.asarray(budget_T), jnp.asarray(prompt_len_B)
+        budget_T, sparse_BT = jnp.asarray(budget_T), jnp.asarray(sparse_BT, bool)
         rule = POLICIES[policy]
-        replay = (rule, rule.summary(k_BTKH, page), budget_T, prompt_len_B, page)
+        replay = (rule, rule.summary(k_BTKH, page), budget_T, sparse_BT, page)
     length = -(-T // (SEGMENTS * page)) * page
     out = []
     for start in range(0, T, length):
@@ -263,24 +263,25 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> jax.Array:
     return out.reshape(B, K, -1, t, H).transpose(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
 
-def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page) -> jax.Array:
-    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; all keys in prompts."""
+def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, sparse_BT, page) -> jax.Array:
+    """Keys that a replay reads at positions pos_t, bool [B, K, t, S]."""
     num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
     summary = jax.tree.map(lambda x_BKP: x_BKP[:, :, :num_pages], summary)
     scores = rule.scores(q_BKRtH.astype(jnp.float32), summary, k_BKSH, pos_t, page)
-    pages = replayed_pages(lax.stop_gradient(scores), pos_t, budget_T, prompt_len_B, page)
+    pages = replayed_pages(lax.stop_gradient(scores), pos_t, budget_T, sparse_BT, page)
     return jnp.repeat(pages, page, -1)[..., :num_keys]
 
 
-def replayed_pages(scores_BKtP, pos_t, budget_T, prompt_len_B, page) -> jax.Array:
-    """Pages that decode read at positions pos_t, bool [B, K, t, P]; all pages in prompts.
+def replayed_pages(scores_BKtP, pos_t, budget_T, sparse_BT, page) -> jax.Array:
+    """Pages that decode read at positions pos_t, bool [B, K, t, P]; all pages if not sparse.
 
     Past the end of budget_T the last budget holds.
     """
     budget_t = budget_T[jnp.minimum(pos_t, budget_T.shape[0] - 1)]
     pages = page_mask(scores_BKtP, pos_t // page + 1, budget_t)
-    return pages | (pos_t < prompt_len_B[:, None])[:, None, :, None]
+    sparse_Bt = sparse_BT[:, jnp.minimum(pos_t, sparse_BT.shape[1] - 1)]
+    return pages | ~sparse_Bt[:, None, :, None]
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t) -> jax.Array:

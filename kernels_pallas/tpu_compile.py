@@ -97,17 +97,17 @@ def training_cases(ops: Ops, s: Shape, place) -> Iterator[Case]:
     array = functools.partial(aot.spec, sharding=place)
     q = array((2, 4096, s.heads, s.head_dim), s.dtype)
     kv = array((2, 4096, s.kv_heads, s.head_dim), s.dtype)
-    budget, prompt = array((4096,), jnp.int32), array((2,), jnp.int32)
+    budget, sparse = array((4096,), jnp.int32), array((2, 4096), jnp.bool)
 
-    def replay(q, k, v, budget_T, prompt_len_B) -> jax.Array:
-        return ops.flash_prefill(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, page=s.page)
+    def replay(q, k, v, budget_T, sparse_BT) -> jax.Array:
+        return ops.flash_prefill(q, k, v, budget_T=budget_T, sparse_BT=sparse_BT, page=s.page)
 
     def gradient(q, k, v) -> tuple[jax.Array, ...]:
         loss = lambda *a: ops.flash_prefill(*a).astype(jnp.float32).sum()  # noqa: E731
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
     yield "flash_prefill", ops.flash_prefill, [q, kv, kv], ()
-    yield "flash_prefill, replay", replay, [q, kv, kv, budget, prompt], ()
+    yield "flash_prefill, replay", replay, [q, kv, kv, budget, sparse], ()
     yield "flash_prefill, backward", gradient, [q, kv, kv], ()
     hidden, head = array((4096, s.hidden), s.dtype), array((VOCAB, s.hidden), s.dtype)
     token = array((4096,), jnp.int32)

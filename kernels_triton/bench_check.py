@@ -210,7 +210,7 @@ def training_checks(ops: Ops, dtype, device) -> Iterator[Result]:
     do = torch.randn(1, T, N, H, device=device).to(dtype)
     causal = torch.ones(T, T, dtype=torch.bool, device=device).tril().expand(K, T, T)
     replay = {"budget_T": torch.full((T,), 3, device=device), "page": 4}
-    replay["prompt_len_B"] = torch.tensor([20], device=device)
+    replay["sparse_BT"] = torch.arange(T, device=device)[None] >= 20
     for kind, options, visible in (
         ("dense", {}, causal), ("replay", replay, causal & _replayed(q, k, 20, 3, 4)),
     ):  # fmt: skip

@@ -57,15 +57,15 @@ HEAD_DIMS = 16, 32, 64, 128
 
 
 def flash_prefill(
-    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16,
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, sparse_BT=None, page=16,
     chunk=reference.QUERY_BLOCK, tuning=None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
     Returns out_BTNH = softmax(q k^T / sqrt(H)) v over the keys up to the query. With budget_T
     (int32 [T], the budget at each query position) only over the pages that decode would have read
-    there; queries before prompt_len_B read all pages. Differentiable in q, k and v; the choice of
-    pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
+    there. sparse_BT: bool [B, T], the queries for which this holds; all others read all pages.
+    Differentiable in q, k and v; the choice of pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
     Raises ValueError for shapes, types, heads or pages that the kernels do not take.
     """
     page = 0 if budget_T is None else page
@@ -73,16 +73,16 @@ def flash_prefill(
     _check(q_BTNH, k_BTKH, v_BTKH, page, tuning)
     words = None
     if budget_T is not None:
-        if prompt_len_B is None or page < 1:
+        if sparse_BT is None or page < 1:
             raise ValueError(
-                f"{prompt_len_B=} {page=}: expected prompt lengths [B] (0: no prompt) and tokens in"
-                " a page beside budget_T; pass both"
+                f"{sparse_BT=} {page=}: expected the queries that choose pages, bool [B, T], "
+                "and tokens in a page beside budget_T; pass both"
             )
-        budget_T, prompt_len_B = (
-            torch.as_tensor(x, device=q_BTNH.device).long() for x in (budget_T, prompt_len_B)
+        budget_T, sparse_BT = (
+            torch.as_tensor(x, device=q_BTNH.device) for x in (budget_T, sparse_BT)
         )
         q, k = q_BTNH.detach(), k_BTKH.detach()
-        words = page_words(q, k, budget_T, prompt_len_B, page, chunk)
+        words = page_words(q, k, budget_T, sparse_BT, page, chunk)
     return _Attend.apply(*map(_rows, (q_BTNH, k_BTKH, v_BTKH)), words, page, tuning)
 
 

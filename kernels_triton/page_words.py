@@ -1,7 +1,7 @@
 """The pages that each query of a replay reads, packed into bits for flash_prefill.
 
     scores[c, p] = mean query of the group at position c . landmark of page p
-    pages[c, p]  = reference.replayed_pages(scores)[c, p]: the page rule; all pages in prompts
+    pages[c, p]  = reference.replayed_pages(scores)[c, p]: the page rule; all pages if not sparse
 
 One int32 word holds 32 pages of one query, so that a page and a query take 1 / 32 byte: 64 MiB for
 8 groups of heads at 32K tokens. Words are computed in chunks of queries, so that no array
@@ -27,7 +27,7 @@ def page_words(
     q_BTNH: torch.Tensor,
     k_BTKH: torch.Tensor,
     budget_T: torch.Tensor,
-    prompt_len_B: torch.Tensor,
+    sparse_BT: torch.Tensor,
     page: int,
     chunk: int,
 ) -> torch.Tensor:
@@ -46,7 +46,9 @@ def page_words(
         q_BcKRH = q_BTNH[:, first:last].reshape(B, last - first, K, N // K, H)
         q_BKcH = q_BcKRH.float().mean(3).transpose(1, 2).double()
         scores = (q_BKcH @ landmarks_BKPH[:, :, : -(-last // page)].mT).float()
-        bits = _to_bits(reference.replayed_pages(scores, position, budget_T, prompt_len_B, page))
+        bits = _to_bits(
+            reference.replayed_pages(scores, position, budget_T.long(), sparse_BT.bool(), page)
+        )
         words[:, :, : bits.shape[2], first:last] = bits
     return words.flatten(0, 1)
 

@@ -184,14 +184,14 @@ def append_kv(
 
 
 def flash_prefill(
-    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, prompt_len_B=None, page=16, chunk=QUERY_BLOCK,
+    q_BTNH, k_BTKH, v_BTKH, *, budget_T=None, sparse_BT=None, page=16, chunk=QUERY_BLOCK,
     policy="mean",
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention over whole sequences, dense or with the pages of sparse decode (replay).
 
     Returns out_BTNH. budget_T: int32 [T], the budget k at each query position; None = dense.
-    Queries before prompt_len_B are dense. Query t reads exactly the pages that decode would have
-    read at position t; policy names another rule of policies.py that ranks pages. Differentiable in
+    sparse_BT: bool [B, T], the queries that read exactly the pages that decode would have read at
+    their position; all others are dense. policy names another rule of policies.py that ranks pages. Differentiable in
     q, k and v; the choice of pages is a constant. Blocks of at most `chunk` queries read keys up to
     their own end only, and the backward pass recomputes them.
     """
@@ -199,10 +199,10 @@ def flash_prefill(
     k_BKSH, v_BKSH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
     replay = None
     if budget_T is not None:
-        assert prompt_len_B is not None, "a replay needs prompt_len_B"
+        assert sparse_BT is not None, "a replay needs sparse_BT"
         rule = POLICIES[policy]
         summary = rule.summary(k_BTKH, page)
-        replay = rule, summary, budget_T.long(), prompt_len_B.long(), page
+        replay = rule, summary, budget_T.long(), sparse_BT.bool(), page
     out = []
     for first in range(0, T, chunk):
         last = min(first + chunk, T)
@@ -226,27 +226,25 @@ def _attend_block(first, q_BtNH, k_BKSH, v_BKSH, replay) -> torch.Tensor:
     return out.permute(0, 3, 1, 2, 4).reshape(B, t, N, H)
 
 
-def _replay_mask(
-    q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, prompt_len_B, page
-) -> torch.Tensor:
-    """Keys that sparse decode reads at positions pos_t, bool [B, K, t, S]; all keys in prompts."""
+def _replay_mask(q_BKRtH, k_BKSH, pos_t, rule, summary, budget_T, sparse_BT, page) -> torch.Tensor:
+    """Keys that a replay reads at positions pos_t, bool [B, K, t, S]."""
     num_keys = k_BKSH.shape[2]
     num_pages = -(-num_keys // page)
     with torch.no_grad():
         summary = [x_BKP[:, :, :num_pages] for x_BKP in summary]
         scores = rule.scores(q_BKRtH.float(), summary, k_BKSH, pos_t, page)
-        pages = replayed_pages(scores, pos_t, budget_T, prompt_len_B, page)
+        pages = replayed_pages(scores, pos_t, budget_T, sparse_BT, page)
     return pages.repeat_interleave(page, -1)[..., :num_keys]
 
 
-def replayed_pages(scores_BKtP, pos_t, budget_T, prompt_len_B, page) -> torch.Tensor:
-    """Pages that decode read at positions pos_t, bool [B, K, t, P]; all pages in prompts.
+def replayed_pages(scores_BKtP, pos_t, budget_T, sparse_BT, page) -> torch.Tensor:
+    """Pages that decode read at positions pos_t, bool [B, K, t, P]; all pages if not sparse.
 
     Past the end of budget_T the last budget holds.
     """
     budget_t = budget_T[pos_t.clamp(max=len(budget_T) - 1)]
     pages = page_mask(scores_BKtP, pos_t // page + 1, budget_t)
-    return pages | (pos_t < prompt_len_B[:, None])[:, None, :, None]
+    return pages | ~sparse_BT[:, None, pos_t, None]
 
 
 def page_mask(scores_BKtP, num_pages_t, budget_t) -> torch.Tensor:

@@ -34,7 +34,7 @@ def run(model: Path, *, num_tokens: int = 4096, budgets: Sequence[int] = BUDGETS
         scorer.score(tokens, one)
 
     def profile(of: list[np.ndarray]) -> list[Overlap]:
-        return list(scorer.overlaps(tokens, np.zeros(1, np.int32), of, one))
+        return list(scorer.overlaps(tokens, np.ones(tokens.shape, bool), of, one))
 
     with Progress("bench") as progress:
         dense()

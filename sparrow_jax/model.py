@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         dtype,
         remat=False,
         budget_T=None,
-        prompt_len_B=None,
+        sparse_BT=None,
         page=16,
         num_dense=2,
         policy="mean",
@@ -82,8 +82,9 @@ class Decoder(nnx.Module):
 
         Attention is causal, so padding cannot change the states before it.
         budget_T int32 [T]: replay sparse decode with these budgets in all layers but the first
-        num_dense. policy: the rule of kernels_pallas/policies.py that chooses the pages; rules
-        other than "mean" are computed by the reference.
+        num_dense, for the queries in sparse_BT; all others are dense. policy: the rule of
+        kernels_pallas/policies.py that chooses the pages; rules other than "mean" are computed by
+        the reference.
         observe(q=, k=, v=, a=, x=), if given, is called in every layer and returns a tree of
         arrays; the result then is (hidden states, those arrays stacked to [L, ...]).
         """
@@ -99,7 +100,7 @@ class Decoder(nnx.Module):
             w = _layer(stack, layer, dtype)
             q, k, v = _project(g, w, x, position_BT)
             budget = budget_T if sparse else None
-            a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
+            a = prefill(q, k, v, budget_T=budget, sparse_BT=sparse_BT, page=page)
             x = _finish(g, w, x, a)
             return x, observe and observe(q=q, k=k, v=v, a=a, x=x)
 

@@ -28,6 +28,11 @@ def next_token_view(hidden_BTD, tokens_BT) -> tuple[jax.Array, jax.Array]:
     return hidden_BTD[:, :-1].reshape(-1, width), tokens_BT[:, 1:].reshape(-1)
 
 
+def by_query(sparse_BT) -> jax.Array:
+    """The mask of tokens as one of queries: the query at t - 1 predicts token t, the last none."""
+    return jnp.pad(sparse_BT[:, 1:], ((0, 0), (0, 1)))
+
+
 def align(values_X, tokens_BT, fill=0.0) -> jax.Array:
     """Values of next_token_view as [B, T], where entry t belongs to token t; entry 0 is `fill`."""
     B, T = tokens_BT.shape
@@ -54,10 +59,11 @@ def _score(params, tokens_BT, temperature, *, graph, dtype) -> tuple[jax.Array, 
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "page", "num_dense", "policy"))
-def _hidden(params, tokens_BT, prompt_len_B, budget_T, *, graph, **options) -> jax.Array:
+def _hidden(params, tokens_BT, sparse_BT, budget_T, *, graph, **options) -> jax.Array:
     """Final hidden states [B, T, D]; budget_T None: dense."""
     model = nnx.merge(graph, params)
-    return model.hidden(tokens_BT, budget_T=budget_T, prompt_len_B=prompt_len_B, **options)
+    queries_BT = by_query(sparse_BT)
+    return model.hidden(tokens_BT, budget_T=budget_T, sparse_BT=queries_BT, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "top"))
@@ -93,14 +99,14 @@ class Scorer(BatchedScorer):
         return jax.device_get(out)
 
     def overlaps(
-        self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0
+        self, tokens_BT, sparse_BT, budgets, temperature, *, policy="mean", top=0
     ) -> Iterator[Overlap]:
         """One Overlap per entry of budgets; see Scorer in common/protocols.py."""
         config = self.config.rollout
         tokens_BT = self.placement.put_even_rows(tokens_BT)
         same = {"graph": self.graph, "dtype": self.dtype}
         hidden = functools.partial(
-            _hidden, self.params, tokens_BT, prompt_len_B, page=config.page_size,
+            _hidden, self.params, tokens_BT, sparse_BT, page=config.page_size,
             num_dense=config.num_dense_layers, **same,
         )  # fmt: skip
         dense = hidden(None, policy="mean")  # the same program for every policy

@@ -79,16 +79,16 @@ def _decode(f: Function, mesh: Mesh) -> Function:
 
 
 def _prefill(f: Function, mesh: Mesh) -> Function:
-    """flash_prefill; every device has all budgets of a replay and its own rows' prompt lengths."""
+    """flash_prefill; every device has all budgets of a replay and the mask of its own rows."""
 
-    def g(q, k, v, *, budget_T=None, prompt_len_B=None, **static) -> Any:
+    def g(q, k, v, *, budget_T=None, sparse_BT=None, **static) -> Any:
         if budget_T is None:
             return _map(lambda *a: f(*a, **static), mesh, (QUERIES,) * 3, QUERIES)(q, k, v)
 
-        def replay(q, k, v, budget_T, prompt_len_B) -> Any:
-            return f(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, **static)
+        def replay(q, k, v, budget_T, sparse_BT) -> Any:
+            return f(q, k, v, budget_T=budget_T, sparse_BT=sparse_BT, **static)
 
-        inputs = (QUERIES, QUERIES, QUERIES, P(None), P(ROWS))
-        return _map(replay, mesh, inputs, QUERIES)(q, k, v, budget_T, prompt_len_B)
+        inputs = (QUERIES, QUERIES, QUERIES, P(None), P(ROWS, None))
+        return _map(replay, mesh, inputs, QUERIES)(q, k, v, budget_T, sparse_BT)
 
     return g

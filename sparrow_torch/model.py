@@ -77,15 +77,16 @@ class Decoder(torch.nn.Module):
         return hidden_BD.float() @ head_VD.float().mT
 
     def hidden(
-        self, tokens_BT, *, remat=False, budget_T=None, prompt_len_B=None, page=16, num_dense=2,
+        self, tokens_BT, *, remat=False, budget_T=None, sparse_BT=None, page=16, num_dense=2,
         policy="mean", observe=None,
     ) -> Any:  # fmt: skip
         """Final hidden states [B, T, D] of right-padded sequences.
 
         Attention is causal, so padding cannot change the states before it.
         budget_T int32 [T]: replay sparse decode with these budgets in all layers but the first
-        num_dense. policy: the rule of kernels_triton/policies.py that chooses the pages; rules
-        other than "mean" are computed by the reference.
+        num_dense, for the queries in sparse_BT; all others are dense. policy: the rule of
+        kernels_triton/policies.py that chooses the pages; rules other than "mean" are computed by
+        the reference.
         observe(q=, k=, v=, a=, x=), if given, is called in every layer; the result then is (hidden
         states, list of what it returned).
         """
@@ -101,7 +102,7 @@ class Decoder(torch.nn.Module):
             w = self._layer(layer)
             q, k, v = _project(g, w, x, *angles)
             budget = None if layer < num_dense else budget_T
-            a = prefill(q, k, v, budget_T=budget, prompt_len_B=prompt_len_B, page=page)
+            a = prefill(q, k, v, budget_T=budget, sparse_BT=sparse_BT, page=page)
             x = _finish(g, w, x, a)
             if observe:
                 facts.append(observe(q=q, k=k, v=v, a=a, x=x))

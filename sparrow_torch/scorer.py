@@ -24,6 +24,11 @@ def next_token_view(hidden_BTD, tokens_BT) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden_BTD[:, :-1].reshape(-1, width), tokens_BT[:, 1:].reshape(-1)
 
 
+def by_query(sparse_BT) -> torch.Tensor:
+    """The mask of tokens as one of queries: the query at t - 1 predicts token t, the last none."""
+    return torch.nn.functional.pad(sparse_BT[:, 1:], (0, 1))
+
+
 def align(values_X, tokens_BT, fill=0.0) -> torch.Tensor:
     """Values of next_token_view as [B, T], where entry t belongs to token t; entry 0 is `fill`."""
     B, T = tokens_BT.shape
@@ -59,18 +64,18 @@ class Scorer(BatchedScorer):
 
     @torch.no_grad()
     def overlaps(
-        self, tokens_BT, prompt_len_B, budgets, temperature, *, policy="mean", top=0
+        self, tokens_BT, sparse_BT, budgets, temperature, *, policy="mean", top=0
     ) -> Iterator[Overlap]:
         """One Overlap per entry of budgets; see Scorer in common/protocols.py."""
         config, model, tokens = self.config.rollout, self.model, self._tensor(tokens_BT)
         how = {"page": config.page_size, "num_dense": config.num_dense_layers, "policy": policy}
-        prompt_len, temperature = self._tensor(prompt_len_B), float(temperature)
+        sparse_BT, temperature = by_query(self._tensor(sparse_BT)).bool(), float(temperature)
         dense_BTD, head = model.hidden(tokens), model.head()
         dense, targets = next_token_view(dense_BTD, tokens)
         for budget_T in budgets:
             sparse = dense
             if budget_T is not None:
-                budget = {"budget_T": self._tensor(budget_T), "prompt_len_B": prompt_len}
+                budget = {"budget_T": self._tensor(budget_T), "sparse_BT": sparse_BT}
                 sparse, _ = next_token_view(model.hidden(tokens, **budget, **how), tokens)
             alpha, logp = model.ops.acceptance_overlap(
                 dense, sparse, head, targets, temperature=temperature

@@ -271,6 +271,7 @@ def _as_rollout(prompts: list[Prompt], forced: Mapping[str, np.ndarray]) -> Roll
         tokens_BT=tokens,
         response_mask_BT=mask,
         logp_sparse_BT=forced["logp"],
+        sparse_BT=mask & (position > start[:, None]),
         prompt_len_B=start,
         total_len_B=end,
         finished_B=np.ones(B, bool),

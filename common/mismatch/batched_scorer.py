@@ -35,7 +35,7 @@ class BatchedScorer(abc.ABC):
     def overlaps(
         self,
         tokens_BT: np.ndarray,
-        prompt_len_B: np.ndarray,
+        sparse_BT: np.ndarray,
         budgets: Sequence[np.ndarray | None],
         temperature: np.floating,
         *,
@@ -70,12 +70,11 @@ class BatchedScorer(abc.ABC):
         alpha = np.ones(rollout.tokens_BT.shape, np.float32)
         logp = np.zeros_like(alpha)
         for part, tokens in self._batches(rollout, np.asarray(rows)):
-            prompt_len = np.zeros(len(tokens), np.int32)
-            prompt_len[: len(part)] = rollout.prompt_len_B[part]
+            sparse = batching.take_rows(rollout.sparse_BT, part, tokens.shape[1], len(tokens))
             budget = None
             if schedule is not None:
                 budget = schedule.budgets_at(np.arange(tokens.shape[1]))
-            (out,) = self.overlaps(tokens, prompt_len, [budget], self._temperature(temperature))
+            (out,) = self.overlaps(tokens, sparse, [budget], self._temperature(temperature))
             _put(rollout, part, alpha, out.alpha_BT)
             _put(rollout, part, logp, out.logp_BT)
         rows = np.asarray(rows, np.int32)

@@ -91,7 +91,6 @@ def measure(
     correction: Correction,
     replay: Replay | None,
     *,
-    dense: bool,
     c: MismatchConfig,
 ) -> Mismatch:
     """Ratio statistics of all response tokens, and exact statistics of the replayed rows."""
@@ -99,7 +98,7 @@ def measure(
     log_ratio = scored.logp_dense_BT - logp_sparse
     total = corrections.summary(log_ratio, mask, logp_sparse_BT=logp_sparse)
     return Mismatch(
-        dense=dense,
+        dense=not rollout.sparse_BT.any(),
         total={**total, "ess": correction.stats["correction/ess"]},
         by_bin=corrections.by_bin(
             log_ratio,

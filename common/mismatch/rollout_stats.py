@@ -29,10 +29,9 @@ def describe_rollout(
     valid = rewards[have]
     share = 1.0
     if schedule is not None:
-        positions = np.broadcast_to(np.arange(rollout.tokens_BT.shape[1]), rollout.tokens_BT.shape)
-        decoded = rollout.response_mask_BT & (positions > rollout.prompt_len_B[:, None])
-        if decoded.any():
-            share = schedule.share_of_pages(positions[decoded])
+        seen = np.nonzero(rollout.sparse_BT)[1]  # the token at position p saw p tokens
+        if seen.size:
+            share = schedule.share_of_pages(seen)
     return {
         "reward/mean": valid.mean() if valid.size else 0.0,
         "reward/std": valid.std() if valid.size else 0.0,

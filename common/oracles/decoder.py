@@ -36,7 +36,7 @@ def decoder_forward(
     geometry: Geometry,
     tokens_T: np.ndarray,
     *,
-    prompt_len: int | None = None,
+    sparse_T: np.ndarray | None = None,
     budgets: Budgets | None = None,
     page_size: int = 16,
     num_dense_layers: int = 2,
@@ -48,20 +48,20 @@ def decoder_forward(
     mlp_norm_LD, q_LDNH, k_LDKH, v_LDKH, o_LNHD, gate_LDF, up_LDF, down_LFD, q_norm_LH, k_norm_LH
     (the last two only with qk_norm, applied before RoPE). Pre-norm: x += attn(norm(x));
     x += down(silu(gate(h)) * up(h)), h = norm(x).
-    With budgets, queries at positions >= prompt_len of layers >= num_dense_layers read only their
-    selected pages (the replay of a sparse decode), chosen by a policy of
-    `page_scores`. ValueError for budgets without prompt_len.
+    With budgets, the queries in sparse_T (bool) of layers >= num_dense_layers read only their
+    selected pages (the replay of a sparse decode), chosen by a policy of `page_scores`.
+    ValueError for budgets without sparse_T.
     """
-    if budgets is not None and prompt_len is None:
-        raise ValueError(
-            "prompt_len=None with budgets: expected the number of prompt tokens (dense queries)"
-        )
+    if budgets is not None and sparse_T is None:
+        raise ValueError("sparse_T=None with budgets: expected the queries that select, bool [T]")
+    if sparse_T is None:
+        sparse_T = np.zeros(len(tokens_T), bool)
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     x_TD = w["embed_VD"][np.asarray(tokens_T)]
     for layer in range(geometry.num_layers):
         sparse = budgets if layer >= num_dense_layers else None
         rule = {"budgets": sparse, "page_size": page_size, "policy": policy}
-        x_TD = x_TD + _attention_block(w, geometry, layer, x_TD, prompt_len=prompt_len or 0, **rule)
+        x_TD = x_TD + _attention_block(w, geometry, layer, x_TD, sparse_T=sparse_T, **rule)
         h_TD = rms_norm(x_TD, w["mlp_norm_LD"][layer], geometry.norm_eps)
         gate_TF = h_TD @ w["gate_LDF"][layer]
         up_TF = h_TD @ w["up_LDF"][layer]

@@ -155,20 +155,21 @@ def replay_mask(
     q_TNH: np.ndarray,
     k_TKH: np.ndarray,
     *,
-    prompt_len: int,
+    sparse_T: np.ndarray,
     budgets: Budgets | None,
     page_size: int,
     policy: str = "mean",
 ) -> np.ndarray:
-    """Returns bool [K, T, T], causal: the keys that each query reads; a prompt query reads all.
+    """Returns bool [K, T, T], causal: the keys that each query reads.
 
-    The query at position t selects with the keys of positions 0 .. t only, exactly as decode did.
+    Queries that are not in sparse_T read all. The others select with the keys of positions 0 .. t
+    only, exactly as decode did.
     """
     T, K = k_TKH.shape[:2]
     visible_KTT = np.broadcast_to(np.tril(np.ones((T, T), bool)), (K, T, T)).copy()
     if budgets is None:
         return visible_KTT
-    for t in range(prompt_len, T):
+    for t in np.flatnonzero(sparse_T):
         pages = select_pages(
             q_TNH[t], k_TKH[: t + 1], k=budgets(t), page_size=page_size, policy=policy
         )

@@ -132,9 +132,7 @@ def _line(
     dense = parts.backend.scorer.logprobs(rollout).logp_dense_BT
     ratios = corrections.summary(dense - logp, mask, logp_sparse_BT=logp)
     lengths = rollout.total_len_B - rollout.prompt_len_B
-    positions = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)
-    # The token at position p saw p tokens; the first of a response comes from the dense prefill.
-    seen = positions[mask & (positions > rollout.prompt_len_B[:, None])]
+    seen = np.nonzero(rollout.sparse_BT)[1]  # the token at position p saw p tokens
     share = 1.0 if schedule is None or not seen.size else schedule.share_of_pages(seen)
     return {
         "k": name,

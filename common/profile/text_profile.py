@@ -155,7 +155,7 @@ def _measure(
                 arrays = [equal_bytes(name, budgets[k], config.rollout.page_size)
                           for k in missing]  # fmt: skip
                 passes = scorer.overlaps(
-                    rows, np.zeros(len(rows), np.int32), arrays, temperature, policy=name, top=top
+                    rows, np.ones(rows.shape, bool), arrays, temperature, policy=name, top=top
                 )
                 for k in budgets:
                     stopping.check()

@@ -297,6 +297,7 @@ class _Run:
             tokens_BT=out,
             response_mask_BT=mask,
             logp_sparse_BT=logp,
+            sparse_BT=mask & (position > prompt_len[:, None]) & (self.plan.max_selected > 0),
             prompt_len_B=prompt_len,
             total_len_B=total_len,
             finished_B=finished,

@@ -80,6 +80,7 @@ class Fake:
             tokens_BT=tokens,
             response_mask_BT=mask,
             logp_sparse_BT=np.where(mask, -1, 0).astype(np.float32),
+            sparse_BT=mask & (schedule is not None),
             prompt_len_B=start,
             total_len_B=start + LENGTH,
             finished_B=np.ones(len(rows), bool),

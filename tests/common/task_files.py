@@ -50,6 +50,7 @@ def rollout(prompts, responses):
         tokens_BT=tokens,
         response_mask_BT=tokens > 0,
         logp_sparse_BT=np.zeros(tokens.shape, np.float32),
+        sparse_BT=np.zeros(tokens.shape, bool),
         prompt_len_B=prompt_len,
         total_len_B=total_len,
         finished_B=np.ones(len(prompts), bool),

@@ -82,10 +82,10 @@ def base(schedule):
 
 
 @functools.partial(jax.jit, static_argnames="num_dense")
-def _score(params, tokens_BT, budget_T, prompt_len_B, temperature, num_dense=1):
+def _score(params, tokens_BT, budget_T, sparse_BT, temperature, num_dense=1):
     model = nnx.merge(GRAPH, params)
     hidden = model.hidden(
-        tokens_BT, dtype=jnp.float32, budget_T=budget_T, prompt_len_B=prompt_len_B, page=PAGE,
+        tokens_BT, dtype=jnp.float32, budget_T=budget_T, sparse_BT=sparse_BT, page=PAGE,
         num_dense=num_dense,
     )  # fmt: skip
     logits = hidden @ model.head(jnp.float32).T / temperature
@@ -96,10 +96,12 @@ def _score(params, tokens_BT, budget_T, prompt_len_B, temperature, num_dense=1):
 def scored(rollout, schedule=None, temperature=1.0, params=None):
     """log p(token t | tokens before), by teacher forcing, at any t >= 1."""
     width = MAX_PROMPT + MAX_RESPONSE
-    tokens = np.pad(rollout.tokens_BT, ((0, 0), (0, width - rollout.tokens_BT.shape[1])))
+    pad = (0, 0), (0, width - rollout.tokens_BT.shape[1])
+    tokens, queries = np.pad(rollout.tokens_BT, pad), np.pad(rollout.sparse_BT[:, 1:], pad)
+    queries = np.pad(queries, ((0, 0), (0, 1)))  # query t - 1 predicts token t
     budgets = None if schedule is None else schedule.budgets_at(np.arange(width))
     params = weights() if params is None else params
-    logp = _score(params, tokens, budgets, rollout.prompt_len_B, np.float32(temperature))
+    logp = _score(params, tokens, budgets, queries, np.float32(temperature))
     return np.pad(logp, ((0, 0), (1, 0)))[:, : rollout.tokens_BT.shape[1]]
 
 

@@ -92,7 +92,8 @@ def example(seed=0, idle_rows=()):
     prompt = Prompt(prompt_id=0, tokens=np.zeros(1, np.int32), task="t", answer={})
     rollout = Rollout(
         prompts=[prompt] * B, group_B=np.repeat(np.arange(3), 2), sample_B=np.tile([0, 1], 3),
-        tokens_BT=tokens, response_mask_BT=mask, logp_sparse_BT=logp, prompt_len_B=prompt_len,
+        tokens_BT=tokens, response_mask_BT=mask, logp_sparse_BT=logp, sparse_BT=mask,
+        prompt_len_B=prompt_len,
         total_len_B=total_len, finished_B=np.ones(B, bool), version_BT=np.where(mask, 0, -1),
         stats={},
     )  # fmt: skip

@@ -156,9 +156,9 @@ SCHEDULE = Schedule(page_size=PAGE, bin_tokens=8, budgets=(0, 2, 1, 3, 0))  # bi
 
 def sparse_hidden(model, ids, num_dense, prompts=PROMPTS, schedule=SCHEDULE):
     budgets = schedule.budgets_at(np.arange(ids.shape[1]))
-    prompt = np.array(prompts, np.int32)
+    sparse = np.arange(ids.shape[1]) >= np.array(prompts)[:, None]
     kind = {"page": PAGE, "num_dense": num_dense}
-    return whole(model, ids, budget_T=budgets, prompt_len_B=prompt, **kind)
+    return whole(model, ids, budget_T=budgets, sparse_BT=sparse, **kind)
 
 
 @pytest.mark.parametrize(("g", "num_dense"), [(QWEN, 0), (QWEN, 1), (LLAMA, 2)])
@@ -185,8 +185,8 @@ def test_replay_equals_the_oracle():
     logits = hidden @ np.asarray(model.head(jnp.float32)).T
     for b, prompt_len in enumerate((5, 20)):
         want = oracles.decoder_forward(
-            weights(model), QWEN, ids[b], prompt_len=prompt_len, budgets=SCHEDULE.budget,
-            page_size=PAGE, num_dense_layers=1,
+            weights(model), QWEN, ids[b], sparse_T=np.arange(41) >= prompt_len,
+            budgets=SCHEDULE.budget, page_size=PAGE, num_dense_layers=1,
         )  # fmt: skip
         close(logits[b], want)
 

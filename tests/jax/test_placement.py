@@ -85,7 +85,7 @@ for mesh in ((1, 1, 1), (2, 2, 2)):  # four rows, one for each share of the batc
     scorer = Scorer(graph, config, jnp.dtype("float32"))
     scorer.load_weights(Placement.on_devices(mesh).put_weights(peaked), 0)
     budgets = [np.full(20, 1, np.int32), np.full(20, 99, np.int32)]
-    out = scorer.overlaps(tokens, np.zeros(4, np.int32), budgets, np.float32(1), top=5)
+    out = scorer.overlaps(tokens, np.ones(tokens.shape, bool), budgets, np.float32(1), top=5)
     alphas.append([np.stack([x.alpha_BT, x.logp_BT, x.estimate_BT]) for x in out])
 np.testing.assert_allclose(alphas[0], alphas[1], rtol=1e-5, atol=1e-5)
 few, every = (x[0] for x in alphas[1])
@@ -147,14 +147,14 @@ for name, a, *want in zip("pool marks ids count out lse dense lse".split(), got,
 
 T = 22
 q, kk, vv = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H)
-budget, prompt = np.full(T, 1, np.int32), np.arange(B, dtype=np.int32)
+budget, sparse = np.full(T, 1, np.int32), np.arange(T) >= np.arange(B)[:, None]
 hidden, other, head = normal(B * T, D), normal(B * T, D), normal(V, D)
 token = rng.integers(0, V, B * T).astype(np.int32)
 
-def train(ops, q, kk, vv, hidden, other, head, prompt, token):
+def train(ops, q, kk, vv, hidden, other, head, sparse, token):
     def loss(q, kk, vv, hidden, head):
         dense = ops.flash_prefill(q, kk, vv)
-        replay = ops.flash_prefill(q, kk, vv, budget_T=budget, prompt_len_B=prompt, page=C)
+        replay = ops.flash_prefill(q, kk, vv, budget_T=budget, sparse_BT=sparse, page=C)
         logp, entropy = ops.token_logprob(hidden, head, token, temperature=jnp.float32(0.8))
         weight = jnp.cos(jnp.arange(len(logp)))
         return (dense * replay).sum() + (logp * weight).sum() + entropy.sum()
@@ -162,8 +162,9 @@ def train(ops, q, kk, vv, hidden, other, head, prompt, token):
     value, grads = jax.value_and_grad(loss, tuple(range(5)))(q, kk, vv, hidden, head)
     return value, *grads, *ops.acceptance_overlap(hidden, other, head, token, temperature=0.8)
 
-args = q, kk, vv, hidden, other, head, prompt, token
-specs = (*[placement.QUERIES] * 3, P(rows, None), P(rows, None), P(heads, None), P(rows), P(rows))
+args = q, kk, vv, hidden, other, head, sparse, token
+flat = P(rows, None)
+specs = (*[placement.QUERIES] * 3, flat, flat, P(heads, None), flat, P(rows))
 got = jax.jit(lambda *a: train(ops, *a))(*(put(a, *s) for a, s in zip(args, specs)))
 want = jax.jit(lambda *a: train(REFERENCE, *a))(*args)
 for name, a, b in zip("value dq dk dv dhidden dhead alpha logp".split(), got, want):

@@ -63,13 +63,17 @@ def example():
         prompts=[prompt] * 5, group_B=np.arange(5), sample_B=np.zeros(5, np.int32),
         tokens_BT=tokens, response_mask_BT=mask, logp_sparse_BT=np.zeros((5, 48), np.float32),
         prompt_len_B=prompt_len.astype(np.int32), total_len_B=total_len.astype(np.int32),
-        finished_B=np.ones(5, bool), version_BT=np.where(mask, 0, -1), stats={},
+        sparse_BT=mask & (t > prompt_len[:, None]), finished_B=np.ones(5, bool),
+        version_BT=np.where(mask, 0, -1), stats={},
     )  # fmt: skip
 
 
 def padded(rollout, extra):
     """The same rollout with `extra` empty columns."""
-    arrays = {f: getattr(rollout, f) for f in ("tokens_BT", "response_mask_BT", "logp_sparse_BT")}
+    arrays = {
+        f: getattr(rollout, f)
+        for f in ("tokens_BT", "response_mask_BT", "logp_sparse_BT", "sparse_BT")
+    }
     arrays = {f: np.pad(a, ((0, 0), (0, extra))) for f, a in arrays.items()}
     return dataclasses.replace(rollout, **arrays)
 
@@ -85,7 +89,7 @@ def logits(schedule=None):
     return np.stack([
         oracles.decoder_forward(
             arrays, G, tokens, num_dense_layers=1,
-            **({**sparse, "prompt_len": int(n)} if sparse else {}),
+            **({**sparse, "sparse_T": np.arange(len(tokens)) >= n} if sparse else {}),
         )
         for tokens, n in zip(r.tokens_BT, r.prompt_len_B, strict=True)
     ])  # fmt: skip

@@ -71,7 +71,9 @@ def test_a_profile_from_ids(profile, model, tmp_path, capsys):
 
     scorer, _, _ = build_scorer(tiny_model.config(model))
     rows = tiny_model.tokens(1, 130)[0, : 3 * T].reshape(3, T)
-    (out,) = scorer.overlaps(rows, np.zeros(3, int), [np.full(T, 1, np.int32)], np.float32(1))
+    (out,) = scorer.overlaps(
+        rows, np.ones(rows.shape, bool), [np.full(T, 1, np.int32)], np.float32(1)
+    )
     mask = np.ones((3, T), bool)
     mask[:, 0] = False
     want = acceptance.statistics(
@@ -160,7 +162,7 @@ def test_other_policies_read_the_same_bytes_not_the_same_pages(profile, model, t
     ids = tiny_model.tokens(1, 130)[:, :T]
     budgets = [np.where(np.arange(T) >= 28, 3, 2), np.full(T, 2)]
     equal, plain = scorer.overlaps(
-        ids, np.zeros(1, int), map(np.int32, budgets), np.float32(1), policy="window"
+        ids, np.ones(ids.shape, bool), map(np.int32, budgets), np.float32(1), policy="window"
     )
     assert found[1] == pytest.approx(equal.alpha_BT[0, BIN + 1 :].mean(), abs=1e-5)
     assert abs(found[1] - plain.alpha_BT[0, BIN + 1 :].mean()) > 1e-3

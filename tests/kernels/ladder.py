@@ -262,14 +262,14 @@ def prefill_inputs(ratio=2, *, kv_heads=2, head_dim=8, num_tokens=45, rows=2, se
     return [rng.normal(size=(rows, num_tokens, n, head_dim)).astype(np.float32) for n in heads]
 
 
-def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4, policy="mean"):
+def prefill_oracle(q, k, v, budget_T=None, sparse_BT=None, page=4, policy="mean"):
     """The oracle's output [B, T, N, H] and its masks, [K, T, T] per row."""
     budgets = None if budget_T is None else lambda t: int(budget_T[t])
     masks = [
         oracles.replay_mask(
             q[b],
             k[b],
-            prompt_len=0 if budgets is None else int(prompt_len_B[b]),
+            sparse_T=() if budgets is None else sparse_BT[b],
             budgets=budgets,
             page_size=page,
             policy=policy,
@@ -281,8 +281,14 @@ def prefill_oracle(q, k, v, budget_T=None, prompt_len_B=None, page=4, policy="me
 
 
 def replay(num_tokens, rows=1):
-    """(budget_T, prompt_len_B): a budget of 2 pages, prompts of 5, 20, all and no tokens."""
-    return np.full(num_tokens, 2, np.int32), np.array([5, 20, num_tokens, 0])[:rows]
+    """(budget_T, sparse_BT): a budget of 2 pages; dense are prompts of 5, 20, all and no tokens.
+
+    In the second row some later queries are dense too, as after a prefill of a resumed sequence.
+    """
+    position = np.arange(num_tokens)
+    sparse_BT = position >= np.array([5, 20, num_tokens, 0])[:rows, None]
+    sparse_BT[1:2] &= position % 11 != 3
+    return np.full(num_tokens, 2, np.int32), sparse_BT
 
 
 def prefill_gradient_oracle(q, k, v, do, masks):
@@ -309,9 +315,9 @@ def _prefill_gradient_row(q_TNH, k_SKH, v_SKH, do_TNH, mask_KTS):
     return out, lse, dq, dk, dv
 
 
-def check_prefill(prefill, q, k, v, budget_T=None, prompt_len_B=None, page=4, chunk=16):
-    got = prefill(q, k, v, budget_T=budget_T, prompt_len_B=prompt_len_B, page=page, chunk=chunk)
-    close(got, prefill_oracle(q, k, v, budget_T, prompt_len_B, page)[0])
+def check_prefill(prefill, q, k, v, budget_T=None, sparse_BT=None, page=4, chunk=16):
+    got = prefill(q, k, v, budget_T=budget_T, sparse_BT=sparse_BT, page=page, chunk=chunk)
+    close(got, prefill_oracle(q, k, v, budget_T, sparse_BT, page)[0])
 
 
 def head_inputs(num=37, vocab=51, width=12, seed=3):

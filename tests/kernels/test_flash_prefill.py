@@ -44,7 +44,7 @@ def check_gradients(package, args, kinds, size=(16, 32), tolerance=None):
     dtype = str(args[0].dtype).removeprefix("torch.")
     do = package.array(do, dtype)
     out, gradients = package.vjp(
-        "flash_prefill", args, do, budget_T=kinds[0], prompt_len_B=kinds[1], page=4, chunk=16,
+        "flash_prefill", args, do, budget_T=kinds[0], sparse_BT=kinds[1], page=4, chunk=16,
         tuning=blocks(package, *size),
     )  # fmt: skip
     wide = [package.wide(x) for x in (*args, do)]
@@ -96,16 +96,16 @@ def test_lengths_and_schedules(package, num_tokens, size, page):
     head_dim = 16 if package is TRITON else 64
     q, k, v = ladder.prefill_inputs(1, head_dim=head_dim, num_tokens=num_tokens, kv_heads=1)
     budgets = np.array([1, 0, 3], np.int32)[np.arange(num_tokens) // 7 % 3]
-    prompt_len = np.array([num_tokens, 0])
-    ladder.check_prefill(kernel(package, *size), q, k, v, budgets, prompt_len, page, 8)
+    sparse = np.arange(num_tokens) >= np.array([[num_tokens], [0]])
+    ladder.check_prefill(kernel(package, *size), q, k, v, budgets, sparse, page, 8)
 
 
 def long_inputs():
-    """300 tokens with ties: (q, k, v, budgets, prompt lengths)."""
+    """300 tokens with ties: (q, k, v, budgets, sparse queries)."""
     q, k, v = ladder.prefill_inputs(2, num_tokens=300)
     q, k = np.round(4 * q) / 4, np.round(4 * k[:, np.arange(300) % 24]) / 4
     budgets = np.array([0, 3, 1000, 7], np.int32)[np.arange(300) // 80]
-    return q, k, v, budgets, np.array([33, 0])
+    return q, k, v, budgets, np.arange(300) >= np.array([[33], [0]])
 
 
 def check_pages(words, bits, page):
@@ -124,7 +124,7 @@ def check_pages(words, bits, page):
 @pytest.mark.parametrize(("change", "match"), [
     ({"q_BTNH": np.ones((2, 39, 3, 64), np.float32)}, "q_BTNH.shape"),
     ({"budget_T": np.ones(39, np.int32)}, "pass both"),
-    ({"budget_T": np.ones(39, np.int32), "prompt_len_B": np.ones(2, np.int32), "page": 0}, "pass"),
+    ({"budget_T": np.ones(39, np.int32), "sparse_BT": np.ones((2, 39), bool), "page": 0}, "pass"),
 ])  # fmt: skip
 def test_refused_arguments(package, change, match):
     refuse(package, change, match)

@@ -46,7 +46,7 @@ def test_pages_of_long_sequences_exactly(page, tuning):
 
 
 def test_blocks_that_do_not_hold_whole_pages_or_lanes_are_refused():
-    budget = {"budget_T": np.ones(39, np.int32), "prompt_len_B": np.ones(2, np.int32), "page": 7}
+    budget = {"budget_T": np.ones(39, np.int32), "sparse_BT": np.ones((2, 39), bool), "page": 7}
     refuse(PALLAS, budget, "spec.page=7")
     with pytest.raises(ValueError, match="spec.queries=16"):
         module.flash_prefill(*ladder.prefill_inputs(2, head_dim=64), tuning=SMALL)

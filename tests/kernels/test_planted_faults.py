@@ -213,19 +213,24 @@ def test_append(fault):
     rejects(ladder.check_append, fault, [[5, 9, 1], [9, 1, 6], [1, 9, 4]])
 
 
-def prompt_treated_as_sparse(q, k, v, *, prompt_len_B, **kwargs):
-    return ops.flash_prefill(q, k, v, prompt_len_B=0 * prompt_len_B, **kwargs)
+def prompt_treated_as_sparse(q, k, v, *, sparse_BT, **kwargs):
+    return ops.flash_prefill(q, k, v, sparse_BT=np.ones_like(sparse_BT), **kwargs)
 
 
-def prompt_one_longer(q, k, v, *, prompt_len_B, **kwargs):
-    return ops.flash_prefill(q, k, v, prompt_len_B=prompt_len_B + 1, **kwargs)
+def prompt_one_longer(q, k, v, *, sparse_BT, **kwargs):
+    return ops.flash_prefill(q, k, v, sparse_BT=np.roll(sparse_BT, 1, 1), **kwargs)
+
+
+def prompt_length_alone(q, k, v, *, sparse_BT, **kwargs):
+    """Every query after the first sparse one is sparse."""
+    return ops.flash_prefill(q, k, v, sparse_BT=np.maximum.accumulate(sparse_BT, 1), **kwargs)
 
 
 def budget_of_next_position(q, k, v, *, budget_T, **kwargs):
     return ops.flash_prefill(q, k, v, budget_T=np.append(budget_T[1:], budget_T[-1:]), **kwargs)
 
 
-def dense_replay(q, k, v, *, budget_T, prompt_len_B, **kwargs):
+def dense_replay(q, k, v, *, budget_T, sparse_BT, **kwargs):
     return ops.flash_prefill(q, k, v, **kwargs)
 
 
@@ -257,13 +262,16 @@ def sees_future_pages(q, k, v, **kwargs):
 
 
 @pytest.mark.parametrize("fault", [
-    prompt_treated_as_sparse, prompt_one_longer, budget_of_next_position, dense_replay,
+    prompt_treated_as_sparse, prompt_one_longer, prompt_length_alone, budget_of_next_position,
+    dense_replay,
     mask_shifted_by_a_page, sees_future_pages,
 ])  # fmt: skip
 def test_replay(fault):
     q, k, v = ladder.prefill_inputs(num_tokens=45)
     budgets = np.array([0, 1, 3], np.int32)[np.arange(45) // 15]
-    rejects(ladder.check_prefill, fault, q, k, v, budgets, np.array([17, 25]))
+    sparse = np.arange(45) >= np.array([[17], [25]])
+    sparse[1] &= np.arange(45) % 11 != 3
+    rejects(ladder.check_prefill, fault, q, k, v, budgets, sparse)
 
 
 def one_key_of_the_future(q, k, v, **kwargs):

@@ -31,7 +31,7 @@ def test_output_is_that_of_the_oracle_pages(package, policy):
     q, k, v = ladder.prefill_inputs(2)
     kinds = BUDGETS, np.array([5, 0])
     prefill = functools.partial(PREFILL[package], policy=policy, page=4, chunk=16)
-    got = prefill(q, k, v, budget_T=kinds[0], prompt_len_B=kinds[1])
+    got = prefill(q, k, v, budget_T=kinds[0], sparse_BT=kinds[1])
     ladder.close(got, ladder.prefill_oracle(q, k, v, *kinds, policy=policy)[0])
 
 

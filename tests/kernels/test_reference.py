@@ -138,19 +138,24 @@ def test_prefill_lengths_and_schedules(ops, num_tokens, chunk, page):
     budgets = np.array([1, 0, 3, 2, 40], np.int32)[np.arange(num_tokens) // 13]
     prompt = rng.integers(0, num_tokens + 1, 4)
     prompt[0], prompt[1] = num_tokens, 0
-    ladder.check_prefill(ops.flash_prefill, q, k, v, budgets, prompt, page, chunk)
+    sparse = np.arange(num_tokens) >= prompt[:, None]
+    ladder.check_prefill(ops.flash_prefill, q, k, v, budgets, sparse, page, chunk)
 
 
 def test_prefill_ties_go_to_the_lower_page(ops):
     q, k, v = ladder.prefill_inputs(num_tokens=48)
     q, k = np.round(4 * q) / 4, np.round(4 * k[:, np.arange(48) % 4]) / 4
-    ladder.check_prefill(ops.flash_prefill, q, k, v, np.full(48, 2, np.int32), np.array([0, 9]))
+    ladder.check_prefill(
+        ops.flash_prefill, q, k, v, np.full(48, 2, np.int32), np.arange(48) >= np.array([[0], [9]])
+    )
 
 
 def test_prefill_over_2048_tokens(ops):
     q, k, v = ladder.prefill_inputs(1, num_tokens=2100, rows=1, kv_heads=1)
     budgets = np.full(2100, 8, np.int32)
-    got = ops.flash_prefill(q, k, v, budget_T=budgets, prompt_len_B=np.array([1000]), page=64)
+    got = ops.flash_prefill(
+        q, k, v, budget_T=budgets, sparse_BT=np.arange(2100)[None] >= 1000, page=64
+    )
     for t in (0, 63, 999, 1000, 1023, 1024, 2047, 2048, 2099):
         budget = 8 if t >= 1000 else None
         pages = oracles.select_pages(q[0, t], k[0, : t + 1], k=budget, page_size=64)
@@ -245,7 +250,10 @@ def arrays(ops, x):
 def test_gradient_of_prefill(ops, sparse):
     q, k, v = ladder.prefill_inputs(num_tokens=37)
     weight = np.random.default_rng(5).normal(size=q.shape)
-    kind = {"budget_T": np.full(37, 2, np.int32), "prompt_len_B": np.array([5, 20])}
+    kind = {
+        "budget_T": np.full(37, 2, np.int32),
+        "sparse_BT": np.arange(37) >= np.array([[5], [20]]),
+    }
     kind = kind if sparse else {}
     _, masks = ladder.prefill_oracle(q, k, v, *kind.values())  # the choice of pages is constant
     constants = {name: arrays(ops, x) for name, x in kind.items()}

@@ -39,8 +39,8 @@ def test_log_sum_exp(sparse):
 
 @pytest.mark.parametrize("page", [1, 4, 16, 32])
 def test_pages_of_long_sequences_exactly(page):
-    q, k, _, budgets, prompt = long_inputs()
-    tensors = map(torch.from_numpy, (q, k, budgets.astype(np.int64), prompt))
+    q, k, _, budgets, sparse = long_inputs()
+    tensors = map(torch.from_numpy, (q, k, budgets.astype(np.int64), sparse))
     check_pages(page_words.page_words(*tensors, page, 48), 32, page)
 
 
@@ -69,7 +69,7 @@ def test_parts_of_one_array():
     ({"page": 3}, "page=3", {"tuning": blocks(TRITON, 16, 64)}),
 ])  # fmt: skip
 def test_what_a_launch_cannot_take_is_refused(change, match, options):
-    budget = {"budget_T": np.ones(9, np.int32), "prompt_len_B": np.ones(2, np.int32)}
+    budget = {"budget_T": np.ones(9, np.int32), "sparse_BT": np.ones((2, 9), bool)}
     refuse(TRITON, budget | change, match, 9, 16, **options)
 
 

@@ -61,7 +61,13 @@ def whole(c, ids, **kwargs):
 def replay(c, ids, num_dense, prompts):
     how = {"page": PAGE, "num_dense": num_dense}
     budgets = SCHEDULE.budgets_at(np.arange(ids.shape[1]))
-    return whole(c, ids, budget_T=budgets, prompt_len_B=np.array(prompts), **how)
+    return whole(
+        c,
+        ids,
+        budget_T=budgets,
+        sparse_BT=np.arange(ids.shape[1]) >= np.array(prompts)[:, None],
+        **how,
+    )
 
 
 def close(got, want, tolerance=1e-4):
@@ -89,8 +95,8 @@ def test_replay_equals_the_oracle():
     logits = make(QWEN).logits(replay(QWEN, ids, 1, [5, 20]))
     for b, prompt_len in enumerate((5, 20)):
         want = oracle(
-            QWEN, ids[b], prompt_len=prompt_len, budgets=SCHEDULE.budget, page_size=PAGE,
-            num_dense_layers=1,
+            QWEN, ids[b], sparse_T=np.arange(T) >= prompt_len, budgets=SCHEDULE.budget,
+            page_size=PAGE, num_dense_layers=1,
         )  # fmt: skip
         close(logits[b], want)
 

@@ -36,8 +36,8 @@ def scorers(tmp_path_factory):
 
 
 def overlaps(scorer, budgets, temperature=0.8, prompt_len=0, **more):
-    prompt = np.full(B, prompt_len, np.int32)
-    return list(scorer.overlaps(TOKENS, prompt, budgets, np.float32(temperature), **more))
+    sparse = np.broadcast_to(np.arange(T) > prompt_len, TOKENS.shape)
+    return list(scorer.overlaps(TOKENS, sparse, budgets, np.float32(temperature), **more))
 
 
 @functools.cache
@@ -46,7 +46,8 @@ def logits(policy=None):
     sparse = {}
     if policy:
         budget_T = text_profile.equal_bytes(policy, FEW, PAGE)
-        sparse = {"prompt_len": 0, "budgets": lambda t: int(budget_T[t]), "policy": policy}
+        sparse = {"budgets": lambda t: int(budget_T[t]), "policy": policy}
+        sparse["sparse_T"] = np.ones(T, bool)
     how = {"page_size": PAGE, "num_dense_layers": 1, **sparse}
     weights = tiny_model.oracle_weights()
     return np.stack([oracles.decoder_forward(weights, G, row, **how) for row in TOKENS])
@@ -112,7 +113,9 @@ def test_sequences_do_not_see_each_other(scorers):
     for scorer in scorers.values():
         (both,) = overlaps(scorer, [FEW])
         for b in range(B):
-            one = next(scorer.overlaps(TOKENS[b : b + 1], np.zeros(1, int), [FEW], np.float32(0.8)))
+            one = next(
+                scorer.overlaps(TOKENS[b : b + 1], np.ones((1, T), bool), [FEW], np.float32(0.8))
+            )
             np.testing.assert_allclose(one.alpha_BT[0], both.alpha_BT[b], atol=1e-6)
 
 

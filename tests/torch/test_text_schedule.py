@@ -111,7 +111,7 @@ def of_oracle(num_dense):
     how = {"page_size": PAGE, "num_dense_layers": num_dense}
     weights = tiny_model.oracle_weights()
     dense = oracles.decoder_forward(weights, G, ids, **how)
-    how |= {"prompt_len": 0, "budgets": lambda t: GROWS[t // BIN]}
+    how |= {"sparse_T": np.ones(T), "budgets": lambda t: GROWS[t // BIN]}
     sparse = oracles.decoder_forward(weights, G, ids, **how)
     alpha = np.pad(oracles.acceptance_overlap(dense[:-1], sparse[:-1], 1.0), (1, 0))[None]
     mask = np.arange(T)[None] > 0

@@ -70,7 +70,7 @@ def step(alpha_of, seen=None, turn=0, every=1, clipped_T=(), **mismatch_settings
     scored = fake.logprobs(rollout)
     c = config.mismatch
     replay = replay_some(rollout, fake, schedule, c, turn)
-    mismatch = measure(rollout, scored, correction, replay, dense=False, c=c)
+    mismatch = measure(rollout, scored, correction, replay, c=c)
     bins = describe_bins(mismatch, rollout, np.array(clipped_T), schedule, c.bin_tokens)
     return describe_mismatch(mismatch), bins, judge(mismatch, config)
 

@@ -41,6 +41,7 @@ def example(num_groups=4, samples=3, seed=0, max_len=40, extra_columns=0):
         tokens_BT=tokens.astype(np.int32),
         response_mask_BT=response,
         logp_sparse_BT=per_token(1.0),
+        sparse_BT=response,
         prompt_len_B=prompt_len,
         total_len_B=total_len,
         finished_B=np.ones(B, bool),

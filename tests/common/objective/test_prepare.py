@@ -22,6 +22,7 @@ ROLLOUT = Rollout(
     tokens_BT=np.array([[7, 1], [7, 2], [7, 3], [7, 4]], np.int32),
     response_mask_BT=np.array([[False, True]] * 4),
     logp_sparse_BT=np.array([[0, -2.0]] * 4, np.float32),
+    sparse_BT=np.zeros((4, 2), bool),
     prompt_len_B=np.ones(4, np.int32),
     total_len_B=np.full(4, 2, np.int32),
     finished_B=np.array([True, True, True, False]),

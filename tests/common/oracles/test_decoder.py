@@ -114,7 +114,7 @@ def test_decoder_equals_an_independent_one(qk_norm, tie):
 def test_sparse_forward_is_dense_where_it_should_be_and_only_there():
     g, tokens = geometry(), np.random.default_rng(1).integers(0, 17, 24)
     w = random_weights(g)
-    options = {"prompt_len": 14, "page_size": 2}
+    options = {"sparse_T": np.arange(24) >= 14, "page_size": 2}
     dense = oracles.decoder_forward(w, g, tokens)
     sparse = oracles.decoder_forward(w, g, tokens, budgets=lambda t: 1, **options)
     differs = np.abs(sparse - dense).max(axis=1) > 1e-6
@@ -129,7 +129,7 @@ def test_sparse_forward_is_dense_where_it_should_be_and_only_there():
     got = oracles.decoder_forward(w, g, tokens, budgets=lambda t: 3 if t == 20 else 1, **options)
     changed = np.abs(got - sparse).max(axis=1) > 1e-9
     assert changed[20] and not changed[:20].any()
-    with pytest.raises(ValueError, match="prompt_len"):
+    with pytest.raises(ValueError, match="sparse_T"):
         oracles.decoder_forward(w, g, tokens, budgets=lambda t: 1)
 
 
@@ -137,8 +137,10 @@ def test_replay_equals_decode_token_by_token():
     """Row t of the replay is the last row of a run that never saw the tokens after t."""
     g, tokens = geometry(), np.random.default_rng(5).integers(0, 17, 26)
     w = random_weights(g, seed=3)
-    options = {"prompt_len": 9, "budgets": lambda t: t // 8, "page_size": 2, "num_dense_layers": 1}
-    full = oracles.decoder_forward(w, g, tokens, **options)
+    options = {"budgets": lambda t: t // 8, "page_size": 2, "num_dense_layers": 1}
+    sparse = np.arange(26) >= 9
+    full = oracles.decoder_forward(w, g, tokens, sparse_T=sparse, **options)
     for t in range(26):
-        alone = oracles.decoder_forward(w, g, tokens[: t + 1], **options)[-1]
+        part = {"sparse_T": sparse[: t + 1], **options}
+        alone = oracles.decoder_forward(w, g, tokens[: t + 1], **part)[-1]
         np.testing.assert_allclose(full[t], alone, rtol=1e-10, atol=1e-10)

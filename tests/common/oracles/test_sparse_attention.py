@@ -102,7 +102,9 @@ def test_sparse_decode_is_softmax_over_the_listed_tokens():
 def test_replay_mask_equals_pages_listed_at_each_step():
     rng = np.random.default_rng(8)
     q, k, v = rng.normal(size=(20, 4, 6)), rng.normal(size=(20, 2, 6)), rng.normal(size=(20, 2, 6))
-    visible = oracles.replay_mask(q, k, prompt_len=5, budgets=lambda t: 1, page_size=3)
+    visible = oracles.replay_mask(
+        q, k, sparse_T=np.arange(len(q)) >= 5, budgets=lambda t: 1, page_size=3
+    )
     out, lse = oracles.attention(q, k, v, visible)
     assert not visible[:, ~np.tril(np.ones((20, 20), bool))].any()
     assert visible[:, np.arange(20), np.arange(20)].all()  # a token sees itself
