@@ -72,7 +72,8 @@ def flash_prefill(
     Returns out_BTNH = softmax(q k^T / sqrt(H)) v over the keys up to the query. With budget_T
     (int32 [T], the budget at each query position) only over the pages that decode would have read
     there. sparse_BT: bool [B, T], the queries for which this holds; all others read all pages.
-    Differentiable in q, k and v; the choice of pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
+    Differentiable in q, k and v; the choice of pages is a constant. chunk: queries that
+    choose their pages together. tuning: a PrefillTuning.
     interpret: None = compile for a TPU. Raises ValueError for shapes or blocks that do not fit.
     """
     B, T, N, H = q_BTNH.shape

@@ -208,10 +208,10 @@ def flash_prefill(
 
     Returns out_BTNH. budget_T: int32 [T], the budget k at each query position; None = dense.
     sparse_BT: bool [B, T], the queries that read exactly the pages that decode would have read at
-    their position; all others are dense. policy names another rule of policies.py that ranks pages. Differentiable in
-    q, k and v; the choice of pages is a constant. The sequence is cut into SEGMENTS that read keys
-    up to their own end only, and these into blocks of at most `chunk` queries that the backward
-    pass recomputes, so that memory is B x N x chunk x T numbers.
+    their position; all others are dense. policy names another rule of policies.py that ranks
+    pages. Differentiable in q, k and v; the choice of pages is a constant. The sequence is cut into
+    SEGMENTS that read keys up to their own end only, and these into blocks of at most `chunk`
+    queries that the backward pass recomputes, so that memory is B x N x chunk x T numbers.
     """
     T = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)

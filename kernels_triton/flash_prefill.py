@@ -65,7 +65,8 @@ def flash_prefill(
     Returns out_BTNH = softmax(q k^T / sqrt(H)) v over the keys up to the query. With budget_T
     (int32 [T], the budget at each query position) only over the pages that decode would have read
     there. sparse_BT: bool [B, T], the queries for which this holds; all others read all pages.
-    Differentiable in q, k and v; the choice of pages is a constant. chunk: queries that choose their pages together. tuning: a PrefillTuning.
+    Differentiable in q, k and v; the choice of pages is a constant. chunk: queries that
+    choose their pages together. tuning: a PrefillTuning.
     Raises ValueError for shapes, types, heads or pages that the kernels do not take.
     """
     page = 0 if budget_T is None else page

@@ -191,9 +191,9 @@ def flash_prefill(
 
     Returns out_BTNH. budget_T: int32 [T], the budget k at each query position; None = dense.
     sparse_BT: bool [B, T], the queries that read exactly the pages that decode would have read at
-    their position; all others are dense. policy names another rule of policies.py that ranks pages. Differentiable in
-    q, k and v; the choice of pages is a constant. Blocks of at most `chunk` queries read keys up to
-    their own end only, and the backward pass recomputes them.
+    their position; all others are dense. policy names another rule of policies.py that ranks
+    pages. Differentiable in q, k and v; the choice of pages is a constant. Blocks of at most
+    `chunk` queries read keys up to their own end only, and the backward pass recomputes them.
     """
     T = q_BTNH.shape[1]
     k_BKSH, v_BKSH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)

@@ -169,7 +169,7 @@ def replay_mask(
     visible_KTT = np.broadcast_to(np.tril(np.ones((T, T), bool)), (K, T, T)).copy()
     if budgets is None:
         return visible_KTT
-    for t in np.flatnonzero(sparse_T):
+    for t in np.flatnonzero(sparse_T).tolist():
         pages = select_pages(
             q_TNH[t], k_TKH[: t + 1], k=budgets(t), page_size=page_size, policy=policy
         )

@@ -145,10 +145,20 @@ class Canvas:
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
+            self._make_room_for_labels()
             buffer = io.StringIO()
             self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
             self.svg = _inline(buffer.getvalue(), self._title)
         self._context.__exit__(None, None, None)
+
+    def _make_room_for_labels(self) -> None:
+        """Move the left edge of the axes so far that the numbers beside them fit."""
+        self._figure.draw_without_rendering()
+        labels = [label for axes in self.all_axes for label in axes.get_yticklabels()]
+        left = min((label.get_window_extent().x0 for label in labels), default=4)
+        if left < 4:
+            width = self._figure.get_figwidth() * self._figure.dpi
+            self._figure.subplots_adjust(left=self._figure.subplotpars.left + (4 - left) / width)
 
     def unit(self, text: str, axes: Any = None) -> None:
         """Writes what the vertical axis shows above it, horizontally."""

@@ -29,7 +29,7 @@ def test_every_place_knows_the_same_policies():
 @pytest.mark.parametrize("package", PREFILL)
 def test_output_is_that_of_the_oracle_pages(package, policy):
     q, k, v = ladder.prefill_inputs(2)
-    kinds = BUDGETS, np.array([5, 0])
+    kinds = BUDGETS, np.arange(45) >= np.array([[5], [0]])
     prefill = functools.partial(PREFILL[package], policy=policy, page=4, chunk=16)
     got = prefill(q, k, v, budget_T=kinds[0], sparse_BT=kinds[1])
     ladder.close(got, ladder.prefill_oracle(q, k, v, *kinds, policy=policy)[0])
@@ -37,7 +37,7 @@ def test_output_is_that_of_the_oracle_pages(package, policy):
 
 def test_policies_read_different_pages():
     q, k, v = ladder.prefill_inputs(2, rows=1)
-    kinds = BUDGETS, np.zeros(1, int)
+    kinds = BUDGETS, np.ones((1, 45), bool)
     seen = [ladder.prefill_oracle(q, k, v, *kinds, policy=p)[1][0] for p in text_profile.VECTORS]
     for i, mask in enumerate(seen):
         assert (mask.sum(-1) == seen[0].sum(-1)).all()  # as many keys

@@ -54,7 +54,7 @@ def tokens(rows, length, seed=0):
 
 
 def whole(c, ids, **kwargs):
-    given = {name: torch.as_tensor(x) if name[-2] == "_" else x for name, x in kwargs.items()}
+    given = {name: torch.as_tensor(x) if "_" in name[-3:] else x for name, x in kwargs.items()}
     return make(c).hidden(torch.as_tensor(ids), **given)
 
 

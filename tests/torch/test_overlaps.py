@@ -36,7 +36,7 @@ def scorers(tmp_path_factory):
 
 
 def overlaps(scorer, budgets, temperature=0.8, prompt_len=0, **more):
-    sparse = np.broadcast_to(np.arange(T) > prompt_len, TOKENS.shape)
+    sparse = np.arange(T) > np.full((B, 1), prompt_len)
     return list(scorer.overlaps(TOKENS, sparse, budgets, np.float32(temperature), **more))
 
 
