@@ -106,8 +106,8 @@ def _items(page_table_BP, start_B, num_new_B, T, C) -> jax.Array:
     lo, hi = jnp.clip(first_BQ, 0, C), jnp.clip(first_BQ + num_new_B[:, None], 0, C)
     used = (lo < hi) & (page_BQ < P)
     physical = jnp.take_along_axis(page_table_BP, jnp.minimum(page_BQ, P - 1), 1)
-    items_BQS = jnp.where(used[..., None], jnp.stack([physical, lo, hi], -1), 0)
-    return items_BQS.reshape(-1, 3).astype(jnp.int32)
+    items_BQ = jnp.where(used[..., None], jnp.stack([physical, lo, hi], -1), 0)
+    return items_BQ.reshape(-1, 3).astype(jnp.int32)
 
 
 def _one_token(new_B1xKH, W) -> jax.Array:
@@ -119,9 +119,9 @@ def _staged(new_BTxKH, start_B, C, page) -> jax.Array:
     """The new tokens at their places in the pages they go to, [B x touched_pages, K, E, W]."""
     B, T, _, K, H = new_BTxKH.shape
     touched = touched_pages(T, C)
-    token_BS = jnp.arange(touched * C) - (start_B % C)[:, None]
-    token_BS = jnp.clip(token_BS, 0, T - 1)[:, :, None, None, None]
-    new = jnp.take_along_axis(new_BTxKH, token_BS, 1).reshape(B * touched, C, 2, K, H)
+    token_BX = jnp.arange(touched * C) - (start_B % C)[:, None]
+    token_BX = jnp.clip(token_BX, 0, T - 1)[:, :, None, None, None]
+    new = jnp.take_along_axis(new_BTxKH, token_BX, 1).reshape(B * touched, C, 2, K, H)
     return new.transpose(0, 3, 2, 1, 4).reshape(B * touched, K, *page)
 
 

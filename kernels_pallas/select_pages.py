@@ -75,10 +75,10 @@ def select_pages(
     """
     B, N, H = q_BNH.shape
     P = page_table_BP.shape[1]
-    landmarks_LMRW = _rows_of_lanes(landmarks_LMKH, H)
-    _, M, R, W = landmarks_LMRW.shape
-    K = R * W // H
-    tuning = tuning or tune_select(P, R)
+    landmarks_LMEW = _rows_of_lanes(landmarks_LMKH, H)
+    _, M, E, W = landmarks_LMEW.shape
+    K = E * W // H
+    tuning = tuning or tune_select(P, E)
     _check(q_BNH, landmarks_LMKH, page_table_BP, num_pages_B, k_B, max_selected, tuning)
     q_BKH = q_BNH.reshape(B, K, -1, H).astype(jnp.float32).mean(2)
     num_pages_B = jnp.asarray(num_pages_B, jnp.int32)
@@ -88,8 +88,8 @@ def select_pages(
     padded = pl.cdiv(P, tuning.group * LANES) * tuning.group * LANES
     table_BP = _prepare_table(page_table_BP, num_pages_B, padded)
     width = pl.cdiv(max_selected, LANES) * LANES
-    queries = _pack_queries(q_BKH, landmarks_LMRW.dtype, W)
-    page_ids_BKJ = _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret)(
+    queries = _pack_queries(q_BKH, landmarks_LMEW.dtype, W)
+    page_ids_BKJ = _call(K, width, padded, queries, landmarks_LMEW, tuning, interpret)(
         jnp.asarray(layer, jnp.int32).reshape(1),
         num_pages_B,
         jnp.minimum(taken_B, room),
@@ -97,12 +97,12 @@ def select_pages(
         _runs(table_BP, num_pages_B, tuning.unit, M)[:, None],
         table_BP.reshape(B, padded // LANES, LANES),
         queries,
-        landmarks_LMRW,
+        landmarks_LMEW,
     )
     return page_ids_BKJ[:, :, :max_selected], taken_B + jnp.minimum(num_pages_B, NUM_RESERVED)
 
 
-def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret) -> Callable[..., jax.Array]:
+def _call(K, width, padded, queries, landmarks_LMEW, tuning, interpret) -> Callable[..., jax.Array]:
     """The kernel as a function of (layer, pages, k, table, runs, table, queries, landmarks)."""
     B, blocks = queries.shape[0], padded // LANES
 
@@ -123,7 +123,7 @@ def _call(K, width, padded, queries, landmarks_LMRW, tuning, interpret) -> Calla
             ],
             out_specs=row(K, width),
             scratch_shapes=[
-                pltpu.VMEM((tuning.ring, tuning.unit, *landmarks_LMRW.shape[2:]), queries.dtype),
+                pltpu.VMEM((tuning.ring, tuning.unit, *landmarks_LMEW.shape[2:]), queries.dtype),
                 pltpu.VMEM((blocks, max(K, SUBLANES), LANES), jnp.int32),
                 pltpu.SemaphoreType.DMA((tuning.ring,)),
             ],
@@ -202,12 +202,12 @@ def _runs(table_BP, num_pages_B, unit, num_physical) -> jax.Array:
     is read and ignored.
     """
     B, P = table_BP.shape
-    table_BUu = table_BP.reshape(B, -1, unit)
-    first_BU = table_BUu[:, :, 0]
-    follows = table_BUu == first_BU[..., None] + jnp.arange(unit)
-    unused = (jnp.arange(P) >= num_pages_B[:, None]).reshape(table_BUu.shape)
-    whole_BU = (follows | unused).all(-1) & (first_BU + unit <= num_physical)
-    return jnp.where(whole_BU, first_BU, -1)
+    table_Bnu = table_BP.reshape(B, -1, unit)
+    first_Bn = table_Bnu[:, :, 0]
+    follows = table_Bnu == first_Bn[..., None] + jnp.arange(unit)
+    unused = (jnp.arange(P) >= num_pages_B[:, None]).reshape(table_Bnu.shape)
+    whole_Bn = (follows | unused).all(-1) & (first_Bn + unit <= num_physical)
+    return jnp.where(whole_Bn, first_Bn, -1)
 
 
 def _kernel(
@@ -218,9 +218,9 @@ def _kernel(
     runs_ref,  # [1, 1, P / unit] int32, SMEM: _runs
     ids_ref,  # [1, P / 128, 128] int32, VMEM: the table again
     q_ref,  # [1, parts x max(K, 8), W], VMEM: mean queries, from _pack_queries
-    landmarks_ref,  # [L, M, R, W], HBM
+    landmarks_ref,  # [L, M, E, W], HBM
     list_ref,  # [1, K, J] int32, VMEM
-    buffer_ref,  # [ring, unit, R, W], VMEM
+    buffer_ref,  # [ring, unit, E, W], VMEM
     keys_ref,  # [P / 128, max(K, 8), 128] int32, VMEM: scores, order-preserving
     sem,  # [ring] DMA semaphores, one per buffer
     *,
@@ -268,19 +268,19 @@ def _slot(unit, ring) -> jax.Array:
     return unit & (ring - 1)
 
 
-def _fetch(landmarks_MRW, table_ref, runs_ref, buffer_ref, sem, unit) -> None:
+def _fetch(landmarks_MEW, table_ref, runs_ref, buffer_ref, sem, unit) -> None:
     ring, pages = buffer_ref.shape[:2]
     slot, first = _slot(unit, ring), runs_ref[0, 0, unit]
 
     @pl.when(first >= 0)
     def _() -> None:
-        run = landmarks_MRW.at[pl.ds(first, pages)]
+        run = landmarks_MEW.at[pl.ds(first, pages)]
         pltpu.make_async_copy(run, buffer_ref.at[slot], sem.at[slot]).start()
 
     @pl.when(first < 0)
     def _() -> None:
         for i in range(pages):
-            page = landmarks_MRW.at[table_ref[0, 0, unit * pages + i]]
+            page = landmarks_MEW.at[table_ref[0, 0, unit * pages + i]]
             pltpu.make_async_copy(page, buffer_ref.at[slot, i], sem.at[slot]).start()
 
 
@@ -290,23 +290,23 @@ def _wait(unit, buffer_ref, sem) -> None:
     pltpu.make_async_copy(buffer_ref.at[slot], buffer_ref.at[slot], sem.at[slot]).wait()
 
 
-def _score(unit, n, pages_uRW, q_QW, keys_ref, num_heads) -> None:
+def _score(unit, n, pages_uEW, q_XW, keys_ref, num_heads) -> None:
     """Write the order-preserving scores of a unit into the lanes of their pages in keys_ref."""
-    num, R, W = pages_uRW.shape
+    num, E, W = pages_uEW.shape
     rows = keys_ref.shape[1]
-    exact = lax.Precision.HIGHEST if q_QW.dtype == jnp.float32 else None
+    exact = lax.Precision.HIGHEST if q_XW.dtype == jnp.float32 else None
     products = lax.dot_general(
-        q_QW, pages_uRW.reshape(num * R, W), (((1,), (1,)), ((), ())),
+        q_XW, pages_uEW.reshape(num * E, W), (((1,), (1,)), ((), ())),
         precision=exact, preferred_element_type=jnp.float32,
     )  # fmt: skip
-    parts = [products[first : first + rows] for first in range(0, len(q_QW), rows)]
-    scores = sum(parts[-2::-1], parts[-1])  # [rows, pages x R], the smallest part first
+    parts = [products[first : first + rows] for first in range(0, len(q_XW), rows)]
+    scores = sum(parts[-2::-1], parts[-1])  # [rows, pages x E], the smallest part first
     units = LANES // num  # in a block of 128 pages
     block, part = unit >> (units.bit_length() - 1), unit & (units - 1)
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     place = lane - part * num
-    row = lax.div(lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) * R, num_heads)
-    score = _take_from(scores, place * R + row)
+    row = lax.div(lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) * E, num_heads)
+    score = _take_from(scores, place * E + row)
     candidate = page_list.is_candidate(block * LANES + lane, n)
     key = jnp.where(candidate, page_list.ordered_key(score), page_list.LOWEST)
     keys_ref[block] = jnp.where((place >= 0) & (place < num), key, keys_ref[block])

@@ -383,9 +383,9 @@ def _at(x, b, row, head, s_b, s_t, s_n) -> tl.tensor:
 
 
 @triton.jit
-def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr) -> tl.tensor:
-    """Load M rows of a head from x on; rows past T are 0."""
-    place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
+def _load(x, s_t, row, T, X: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr) -> tl.tensor:
+    """Load X rows of a head from x on; rows past T are 0."""
+    place = x + tl.arange(0, X)[:, None] * s_t + tl.arange(0, H)[None, :]
     if MASK:
         return tl.load(place, mask=row[:, None] < T, other=0.0)
     else:
@@ -393,7 +393,7 @@ def _load(x, s_t, row, T, M: tl.constexpr, H: tl.constexpr, MASK: tl.constexpr) 
 
 
 @triton.jit
-def _store(x, s_t, rows, row, T, M: tl.constexpr, H: tl.constexpr) -> None:
-    """Store M rows of a head from x on, up to T."""
-    place = x + tl.arange(0, M)[:, None] * s_t + tl.arange(0, H)[None, :]
+def _store(x, s_t, rows, row, T, X: tl.constexpr, H: tl.constexpr) -> None:
+    """Store X rows of a head from x on, up to T."""
+    place = x + tl.arange(0, X)[:, None] * s_t + tl.arange(0, H)[None, :]
     tl.store(place, rows.to(x.dtype.element_ty), mask=row[:, None] < T)

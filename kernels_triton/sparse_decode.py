@@ -121,7 +121,7 @@ def join_splits(part_ZBTNH, part_lse_ZBTN, out_BTNH, lse_BTN) -> None:
     splits, B, T, N, H = part_ZBTNH.shape
     _combine[(B * T, N)](
         part_ZBTNH, part_lse_ZBTN, out_BTNH, lse_BTN, *out_BTNH.stride()[:3], T, splits,
-        H=H, S=triton.next_power_of_2(splits), num_warps=4,
+        H=H, Z=triton.next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
 
 
@@ -293,12 +293,12 @@ def _combine(
     lse_ptr,  # float32 [B, T, N]
     stride_ob, stride_ot, stride_on,
     T, splits,
-    H: tl.constexpr, S: tl.constexpr,
+    H: tl.constexpr, Z: tl.constexpr,
 ) -> None:  # fmt: skip
     line, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_queries = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     at = line * tl.num_programs(1) + n
-    s, h = tl.arange(0, S), tl.arange(0, H)
+    s, h = tl.arange(0, Z), tl.arange(0, H)
     part = tl.load(part_lse_ptr + s * num_queries + at, mask=s < splits, other=-float("inf"))
     top = tl.maximum(tl.max(part, 0), LOWEST)
     weight = _weight(part, top)
@@ -354,4 +354,4 @@ def programs(
     numbers = ("stride_ob", "stride_ot", "stride_on", "T", "splits")
     types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": f"*{outer}"}
     types |= {"lse_ptr": "*fp32"} | dict.fromkeys(numbers, "i32")
-    yield Program("sparse_decode, splits", _combine, types, {"H": head_dim, "S": 16}, 4, 3)
+    yield Program("sparse_decode, splits", _combine, types, {"H": head_dim, "Z": 16}, 4, 3)

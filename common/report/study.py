@@ -38,7 +38,7 @@ def run_study(config_file: str, out: Path, *, seeds: int, fixed: str, jobs: int)
     if seeds < 1 or jobs < 1:
         raise UserError(f"{seeds=}, {jobs=}: expected at least 1")
     out.mkdir(parents=True, exist_ok=True)
-    arms = {"dense": "dense", f"fixed {fixed}": fixed, "scheduled": "{seed_dir}/schedule.json"}
+    arms = {"dense": "dense", "scheduled": "{seed_dir}/schedule.json", f"fixed {fixed}": fixed}
     lanes = _Lanes(config_file, jobs, total=seeds * (3 + len(arms)))
     work = [(arm, text, seed) for seed in range(seeds) for arm, text in arms.items()]
     with ThreadPoolExecutor(jobs) as pool:
