@@ -328,7 +328,9 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str | None:
     """The commit of the checkout that holds this file, "+" if files differ; None if it has none."""
-    folder = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():  # not a checkout of ours, but perhaps inside another one
+        return None
     try:
         command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)

@@ -23,14 +23,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _requested = threading.Event()
 _inside = 0
+_seen = 0
 _pipe: int | None = None
 
 
 def install() -> None:
     """Install the handlers, in the main thread, even if a shell started us with SIGINT ignored."""
-    global _pipe, _inside
+    global _pipe, _inside, _seen
     _requested.clear()
-    _inside = 0
+    _inside = _seen = 0
     if _pipe is None:
         _pipe, end = os.pipe()
         os.set_blocking(end, False)
@@ -66,10 +67,10 @@ def _request(number: int, frame: object) -> None:
 
 def _count(pipe: int) -> None:
     """Body of a thread: the second signal ends the process, even while native code runs."""
-    seen = 0
+    global _seen
     while numbers := os.read(pipe, 64):
-        seen += sum(number in SIGNALS for number in numbers)
-        if seen >= 2:
+        _seen += sum(number in SIGNALS for number in numbers)
+        if _seen >= 2:
             _end()
 
 

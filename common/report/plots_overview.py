@@ -18,6 +18,7 @@ STAGE_COLORS = dict(
 def stage_means(run: Run) -> dict[str, float]:
     """Mean seconds per step of each stage, `other` = the rest of time/step.
 
+    time/step does not contain push and checkpoint, which follow it.
     The first record is left out when there are more than two: it contains compilation.
     """
     means = {}
@@ -27,7 +28,8 @@ def stage_means(run: Run) -> dict[str, float]:
             means[stage] = float(values.mean())
     step = run.settled("time/step")
     if len(step):
-        means["other"] = max(float(step.mean()) - sum(means.values()), 0.0)
+        inside = sum(t for stage, t in means.items() if stage not in ("push", "checkpoint"))
+        means["other"] = max(float(step.mean()) - inside, 0.0)
     return means
 
 

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "profile/sampled_profile.py": ("../jax/test_end_to_end.py", "samples need an engine"),
     "profile/text_profile.py": ("../jax/test_text_profile.py", "the replay needs a backend"),
     "protocols.py": ("test_loop.py", "holds no code"),
+    "records/event_files.py": ("records/test_metrics.py", "written by the writer of the record"),
     "records/file_sums.py": ("records/test_run_dir.py", "a run refuses other files"),
     "records/json_checks.py": ("schedule/test_schedule.py", "checked in the files it reads"),
     "records/record_checks.py": ("records/test_damaged_runs.py", "damaged records of runs"),

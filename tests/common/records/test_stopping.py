@@ -102,6 +102,18 @@ def test_the_second_signal_ends_native_code_at_once():
     assert time.monotonic() - began < 15
 
 
+def test_a_second_command_in_a_process_counts_its_own_signals():
+    """Its first signal waits for a safe point, although the command before it had one too."""
+    status, err, out = ends(start(
+        "signal_in_a_callback_of_the_collector(); time.sleep(0.3)\n"
+        "    if not os.environ.pop('SECOND', ''):\n"
+        "        os.environ['SECOND'] = '1'; command_line.main(['train'])\n"
+        f"    {STEPS.replace('600', '3')}"
+    ))  # fmt: skip
+    assert (status, err) == (130, 2 * STOPPED)
+    assert "step" not in out
+
+
 def test_a_forked_child_does_not_stop_its_parent():
     body = (
         "import warnings; warnings.simplefilter('ignore'); child = os.fork()\n"

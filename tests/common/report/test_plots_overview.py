@@ -10,13 +10,13 @@ from tests.common.report.test_plots import SCHEDULE, record, run, words
 
 def test_stage_means_leave_out_the_first_step_and_add_up():
     records = [
-        record(s, time__rollout=r, time__update=u, time__step=t)
+        record(s, time__rollout=r, time__update=u, time__step=t, time__push=2)
         for s, (r, u, t) in enumerate([(50, 50, 200), (2, 1, 4), (4, 1, 6)])
     ]
     means = plots_overview.stage_means(Run(name="a", records=records))
-    # rollout (2 + 4) / 2 = 3, update 1, step (4 + 6) / 2 = 5, other 5 - 3 - 1 = 1
-    assert means == {"rollout": 3.0, "update": 1.0, "other": 1.0}
-    assert "5 s" in words(plots_overview.stage_times([Run(name="a", records=records)]))
+    # rollout (2 + 4) / 2 = 3, update 1, step (4 + 6) / 2 = 5, other 5 - 3 - 1 = 1; push comes later
+    assert means == {"rollout": 3.0, "update": 1.0, "push": 2.0, "other": 1.0}
+    assert "7 s" in words(plots_overview.stage_times([Run(name="a", records=records)]))
 
 
 def test_throughput_states_the_ratio_to_the_dense_run():
