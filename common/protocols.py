@@ -68,7 +68,10 @@ class Scorer(Protocol):
         *,
         temperature: float | None = None,
     ) -> Replay:
-        """Exact acceptance rate of `rows`; a schedule of None compares dense with dense."""
+        """Exact acceptance rate of `rows`; a schedule of None compares dense with dense.
+
+        The queries of rollout.sparse_BT read pages as decode did; all others are dense.
+        """
         ...
 
     def overlaps(

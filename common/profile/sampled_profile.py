@@ -26,6 +26,8 @@ from common.tasks import registry
 from common.types import Rollout
 
 PROFILE_NOISE_SEED = 86
+FIELDS = [f.name for f in dataclasses.fields(Rollout) if f.name not in ("prompts", "stats")]
+"""Arrays of a rollout that are kept to resume; part of the key, as versions may differ in them."""
 
 
 def profile(config: Config, out: Path) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def profile(config: Config, out: Path) -> dict[str, Any]:
         f"{config.mismatch.profile_samples}",
         policy="mean",
     )
-    key = ["group_B", dataclasses.asdict(config), weights_stamp(config.model.path)]
+    key = [FIELDS, dataclasses.asdict(config), weights_stamp(config.model.path)]
     summary: list[dict[str, Any]] = []
     with open_parts(config) as parts, Progress("profile") as progress, KeptParts(out, key) as kept:
         budgets = (None, *config.mismatch.budgets)
@@ -118,9 +120,7 @@ def _roll_out(parts: Parts, schedule: Schedule | None, name: str, kept: KeptPart
     rollout = parts.backend.engine.generate(
         prompts, num_samples=c.profile_samples, schedule=schedule, seed=PROFILE_NOISE_SEED
     )
-    arrays = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
-    del arrays["prompts"], arrays["stats"]
-    kept.put(name, **arrays)
+    kept.put(name, **{field: getattr(rollout, field) for field in FIELDS})
     return rollout
 
 

@@ -41,7 +41,7 @@ def check(config: Config, out: Path) -> dict[str, Any]:
     c, schedule = config.mismatch, _sparse_schedule(config)
     source = f"sampled and replayed with the schedule itself, {c.profile_prompts} prompts x "
     source += f"{c.profile_samples}"
-    key = ["schedule", schedule.to_json(), dataclasses.asdict(config),
+    key = ["schedule", sampled_profile.FIELDS, schedule.to_json(), dataclasses.asdict(config),
            weights_stamp(config.model.path)]  # fmt: skip
     with open_parts(config) as parts, KeptParts(out, key) as kept:
         found = dict(sampled_profile.replayed(parts, "schedule", schedule, kept))
