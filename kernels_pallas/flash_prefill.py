@@ -93,7 +93,7 @@ def _prepare(
     _check(q_BTNH, k_BTKH, v_BTKH, spec)
     words = None
     if budget_T is not None:
-        if sparse_BT is None or page < 1:
+        if sparse_BT is None or sparse_BT.shape != q_BTNH.shape[:2] or page < 1:
             raise ValueError(
                 f"{sparse_BT=} {page=}: expected the queries that choose pages, bool [B, T], "
                 "and tokens in a page beside budget_T; pass both"

@@ -125,6 +125,7 @@ def check_pages(words, bits, page):
     ({"q_BTNH": np.ones((2, 39, 3, 64), np.float32)}, "q_BTNH.shape"),
     ({"budget_T": np.ones(39, np.int32)}, "pass both"),
     ({"budget_T": np.ones(39, np.int32), "sparse_BT": np.ones((2, 39), bool), "page": 0}, "pass"),
+    ({"budget_T": np.ones(39, np.int32), "sparse_BT": np.ones(2, bool)}, "bool .B, T."),
 ])  # fmt: skip
 def test_refused_arguments(package, change, match):
     refuse(package, change, match)

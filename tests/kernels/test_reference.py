@@ -126,7 +126,8 @@ def test_prefill_dense_and_replay(ops, ratio, head_dim):
     q, k, v = ladder.prefill_inputs(ratio, head_dim=head_dim, num_tokens=39)
     if ratio < 3:
         ladder.check_prefill(ops.flash_prefill, q, k, v)
-    ladder.check_prefill(ops.flash_prefill, q, k, v, np.full(39, 2, np.int32), np.array([5, 12]))
+    sparse = np.arange(39) >= np.array([[5], [12]])
+    ladder.check_prefill(ops.flash_prefill, q, k, v, np.full(39, 2, np.int32), sparse)
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk", "page"), [
