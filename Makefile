@@ -162,7 +162,7 @@ crosscheck-vllm: $(VLLM_VENV)/.ready ## the same with vLLM's CPU build beside th
 bench: $(VENV)/.base ## decode attention, dense against sparse, at 32K context
 	$(SPARROW) bench decode
 
-tpu-compile: $(VENV)/.test ## compile every kernel and whole programs for four TPU generations, without a TPU; renew the tables of README files
+tpu-compile: $(VENV)/.test ## compile every kernel and whole programs for four TPU generations, without a TPU, about 20 minutes; renew the tables of README files
 	@mkdir -p runs
 	$(BIN)/python -m kernels_pallas.tpu_compile --out=runs/tpu-kernels.json --table=kernels_pallas/README.md
 	$(BIN)/python -m sparrow_jax.tpu_programs --out=runs/tpu-programs.json --table=sparrow_jax/README.md
